@@ -1,0 +1,207 @@
+"""The accept rules: which drafted tokens are kept, and which token follows them.
+
+This is the only file that decides whether Outrider is lossless. A rule gets the draft tree, p (the target's law
+``[n, V]`` after each node, every processor applied) and a source of draws; q comes with the tree. It returns a Decision.
+Whatever was drafted, the emitted tokens (the kept path, then `next`) follow the target's law exactly.
+
+Everything random goes through ``draws.bernoulli``, ``draws.categorical`` and ``draws.coupled``, so that the test suite can
+branch on each outcome and compute a rule's law exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import ParameterError
+from .tree import DraftTree
+
+
+class Source(Protocol):
+    """Where a rule's random decisions come from; `sampling.Draws` in the engine."""
+
+    def bernoulli(self, p: float) -> bool: ...
+
+    def categorical(self, w: Tensor) -> int: ...
+
+    def coupled(self, w: Tensor, depth: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Test:
+    """One decision about one drafted node."""
+
+    __test__ = False  # not a test class for pytest
+
+    node: int
+    probability: float
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rule decided: the kept nodes from the anchor down, the token after them, and each test on the way."""
+
+    path: tuple[int, ...]
+    next: int
+    tests: tuple[Test, ...] = ()
+
+
+Rule = Callable[[DraftTree, Tensor, Source], Decision]
+
+
+def rejection(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
+    """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023), recursive over siblings (Jeon et al. 2024).
+
+    Siblings are tried in drawing order. One that was drawn from q is kept with probability min(1, p/q); after a refusal p
+    becomes the normalised residual max(p - q, 0), and q loses the refused token (drawing without replacement). One that
+    was chosen without chance has q = 1 at its token: it is kept with probability p, and its token leaves p on refusal.
+    """
+    if tree.q is not None:
+        p = p.cpu()  # one transfer: the tests below look at p and q many times
+    at_token = at_tokens(tree, p)
+    path, tests = [0], []
+    while children := tree.children[path[-1]]:
+        node = path[-1]
+        q = tree.law(node)
+        if q is None:
+            kept, residual = _try_chosen(tree, children, p[node], at_token, draws, tests)
+        else:
+            kept, residual = _try_drawn(tree, children, p[node], q.cpu(), draws, tests)
+        if kept is None:
+            return Decision(tuple(path), draws.categorical(residual), tuple(tests))
+        path.append(kept)
+    return Decision(tuple(path), draws.categorical(p[path[-1]]), tuple(tests))
+
+
+def _try_chosen(
+    tree: DraftTree, children: tuple[int, ...], p: Tensor, at_token: list[float], draws: Source, tests: list[Test]
+) -> tuple[int | None, Tensor]:
+    left = 1.0  # probability of everything but the tokens refused so far
+    refused: list[int] = []
+    for child in children:
+        token = tree.tokens[child]
+        probability = 0.0 if token in refused else min(1.0, at_token[child] / left)
+        kept = draws.bernoulli(probability)
+        tests.append(Test(child, probability, kept))
+        if kept:
+            return child, p
+        refused.append(token)
+        left = max(left - (at_token[child] if probability else 0.0), 1e-300)
+    residual = p.index_fill(0, torch.tensor(refused, device=p.device), 0.0)
+    if not bool((residual > 0).any()):  # the siblings hold all of p: the last refusal was a rounding error
+        return max((c for c in children if at_token[c] > 0), default=children[0]), p
+    return None, residual
+
+
+def _try_drawn(
+    tree: DraftTree, children: tuple[int, ...], p: Tensor, q: Tensor, draws: Source, tests: list[Test]
+) -> tuple[int | None, Tensor]:
+    for child in children:
+        token = tree.tokens[child]
+        drawn_with = float(q[token])
+        if drawn_with <= 0:  # cannot have been drawn; what was tried before it is still exact
+            break
+        probability = min(1.0, float(p[token]) / drawn_with)
+        kept = draws.bernoulli(probability)
+        tests.append(Test(child, probability, kept))
+        if kept:
+            return child, p
+        residual = (p - q).clamp(min=0)
+        if (mass := residual.sum()) <= 0:  # p equals q: a refusal had no probability, so p is the limit of the residual
+            break
+        p = residual / mass
+        q = q.index_fill(0, torch.tensor([token]), 0.0)
+        q = q / q.sum().clamp(min=1e-300)
+    return None, p
+
+
+def block(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
+    """Block verification (Sun et al. 2024): the longest exact rule for one chain.
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the longest kept prefix i is found from the end: the whole chain
+    of length g stays with probability w_g, a prefix i < g with r_i / (r_i + 1 - w_i), r_i = sum max(w_i p_i - q_i, 0). The
+    next token comes from p after the whole chain, else from the residual max(w_i p_i - q_i, 0).
+    """
+    if not tree.is_chain:
+        raise ParameterError("the accept rule 'block' is defined for chains; use 'rejection' or 'coupled' for trees")
+    length = len(tree) - 1
+    if length == 0:
+        return Decision((0,), draws.categorical(p[0]))
+    p_at = at_tokens(tree, p)
+    q_at = q_at_tokens(tree)
+    w = [1.0]
+    for node in range(1, length + 1):
+        ratio = p_at[node] / q_at[node] if q_at[node] > 0 else 0.0
+        w.append(min(1.0, w[-1] * ratio))
+    laws = [tree.law(node) for node in range(length)]
+    r = torch.stack([_block_residual(p[i], q, tree.tokens[i + 1], w[i]).sum() for i, q in enumerate(laws)]).tolist()
+    tests = []
+    for kept in range(length, 0, -1):
+        if kept == length:
+            probability = w[kept]
+        else:
+            refused = r[kept] + 1 - w[kept]
+            probability = r[kept] / refused if refused > 0 else 1.0
+        accepted = draws.bernoulli(probability)
+        tests.append(Test(kept, probability, accepted))
+        if accepted:
+            break
+    else:
+        kept = 0
+    path = tuple(range(kept + 1))
+    if kept == length:
+        return Decision(path, draws.categorical(p[kept]), tuple(tests))
+    residual = _block_residual(p[kept], laws[kept], tree.tokens[kept + 1], w[kept])
+    return Decision(path, draws.categorical(residual if r[kept] > 0 else p[kept]), tuple(tests))
+
+
+def _block_residual(p: Tensor, q: Tensor | None, token: int, w: float) -> Tensor:
+    """max(w p - q, 0) ``[V]``; q None is all on `token`, the next of the chain."""
+    if q is not None:
+        return (w * p - q.to(p.device)).clamp(min=0)
+    return (w * p).index_fill(0, torch.tensor([token], device=p.device), 0.0)
+
+
+def coupled(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
+    """Drafter-invariant sampling (Daliri, Musco, Suresh 2025): the target's token is fixed by the noise of its position.
+
+    The token after each node is argmax(log p + noise) whatever was drafted; a child is kept when it carries that token.
+    So one seed gives one text, with any drafter or none.
+    """
+    path, tests = [0], []
+    while True:
+        node = path[-1]
+        token = draws.coupled(p[node], tree.depths[node])
+        kept = next((child for child in tree.children[node] if tree.tokens[child] == token), None)
+        tests += [Test(child, float(child == kept), child == kept) for child in tree.children[node]]
+        if kept is None:
+            return Decision(tuple(path), token, tuple(tests))
+        path.append(kept)
+
+
+def at_tokens(tree: DraftTree, p: Tensor) -> list[float]:
+    """p of each drafted token at its parent's row; 1.0 for the anchor. One transfer to the host."""
+    if len(tree) == 1:
+        return [1.0]
+    rows = torch.tensor(tree.parents[1:], device=p.device)
+    columns = torch.tensor(tree.tokens[1:], device=p.device)
+    return [1.0, *p[rows, columns].tolist()]
+
+
+def q_at_tokens(tree: DraftTree) -> list[float]:
+    """q of each drafted token, 1.0 where it was chosen without chance; 1.0 for the anchor. One transfer to the host."""
+    laws = [(node, law) for node in range(1, len(tree)) if (law := tree.law(tree.parents[node])) is not None]
+    values = [1.0] * len(tree)
+    if laws:
+        drawn = torch.stack([law[tree.tokens[node]] for node, law in laws]).tolist()
+        for (node, _), value in zip(laws, drawn):
+            values[node] = value
+    return values
+
+
+RULES: dict[str, Rule] = {"rejection": rejection, "block": block, "coupled": coupled}
+"""The exact rules by name. Lossy ones are in `relaxed`."""

@@ -1,0 +1,364 @@
+"""The loop: propose, forward, probabilities, accept, cut, commit, observe. It yields Rounds; all else consumes them.
+
+Plain decoding is the same loop with anchor-only trees. Several sequences advance together, each with its own draft and its
+own acceptance; one pass of the target serves them all.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Iterator, Protocol, Sequence as Many
+
+import torch
+from torch import Tensor
+
+from . import accept, relaxed
+from .drafters.base import Drafter, State
+from .errors import DraftError, LogitsError, ParameterError, PromptError
+from .sampling import Sampler, SamplingParams
+from .targets.base import Output, Slot, Target
+from .text import Detokenizer, find_stop, held_back
+from .trace import Round, Times, TokenLogprob
+from .tree import Budget, DraftTree
+
+
+class Pace(Protocol):
+    """Decides how much each sequence may draft in a round."""
+
+    def budgets(self, sequences: Many[Sequence]) -> list[Budget]: ...
+
+    def learn(self, rounds: Many[Round]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same budget in every round: `draft` nodes, as deep as that allows."""
+
+    draft: int
+
+    def budgets(self, sequences: Many[Sequence]) -> list[Budget]:
+        return [Budget(self.draft, self.draft)] * len(sequences)
+
+    def learn(self, rounds: Many[Round]) -> None:
+        pass
+
+
+class Sequence:
+    """One prompt and what has been emitted for it. `tokens[-1]` is the anchor; the target's slot holds all before it."""
+
+    def __init__(self, target: Target, prompt: Many[int], params: SamplingParams, rule: str, choice: int = 0, number: int = 0):
+        if not prompt:
+            raise PromptError("the prompt is empty: give at least one token")
+        if len(prompt) > target.context_length:
+            raise PromptError(f"the prompt has {len(prompt)} tokens, but the context of {target.name} ends at {target.context_length}")
+        if outside := next((t for t in prompt if not 0 <= t < target.vocab_size), None):
+            raise PromptError(f"the prompt has token id {outside}; ids go from 0 to {target.vocab_size - 1}")
+        if params.stop and target.tokenizer is None:
+            raise ParameterError("stop needs a tokenizer, and this target has none; use stop_token_ids")
+        self.number = number
+        self.params = params
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.sampler = Sampler(params, prompt, target.vocab_size, target.eos, rule, choice, target.tokenizer)
+        self.slot: Slot | None = None
+        self.state: State | None = None
+        self.keep_open = False
+        self.cancelled = False
+        self.finish: str | None = None
+        self.error: str | None = None
+        self.text = ""
+        self.rounds = 0
+        self.prefill_ns = 0
+        self._limit = min(len(prompt) + params.max_tokens, target.context_length)
+        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else target.eos)
+        self._detokenizer = Detokenizer(target.tokenizer, prompt) if target.tokenizer else None
+        self._unshown: list[tuple[str, bool]] = []
+        self._shown = 0
+
+    @property
+    def output(self) -> list[int]:
+        """The emitted tokens."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be emitted."""
+        return self._limit - len(self.tokens)
+
+    def cut(self, candidates: Many[int], drafted: int) -> list[int]:
+        """Append `candidates` up to the first reason to end, and set `finish` if there is one. Returns what was kept.
+
+        The one place where a sequence ends: end-of-generation tokens, stop tokens, stop strings, max_tokens, the context
+        limit. A stop within the budget wins over the budget. The first `drafted` candidates came from the draft.
+        """
+        kept: list[int] = []
+        for token in candidates:
+            if self.room <= 0:
+                self._finish("length")
+                break
+            kept.append(token)
+            self.tokens.append(token)
+            emitted = len(self.tokens) - self.prompt_length
+            if token in self._ends:
+                self._finish("stop")
+                break
+            piece = self._detokenizer.push(token) if self._detokenizer else ""
+            self._unshown.append((piece, len(kept) <= drafted))
+            self.text += piece
+            if emitted >= self.params.min_tokens and (stop := find_stop(self.text, len(piece), self.params.stop)):
+                self._finish("stop", stop[0])
+                break
+            if self.room <= 0:
+                self._finish("length")
+                break
+        return kept
+
+    def _finish(self, reason: str, text_end: int | None = None) -> None:
+        self.finish = reason
+        if text_end is None and self._detokenizer and (rest := self._detokenizer.flush()):
+            self.text += rest
+            self._unshown.append((rest, False))
+            if stop := find_stop(self.text, len(rest), self.params.stop):
+                self.finish, text_end = "stop", stop[0]
+        if text_end is not None:
+            self.text = self.text[:text_end]
+
+    def show(self) -> tuple[tuple[str, bool], ...]:
+        """The text that has become final since the last call, in pieces with whether each was drafted."""
+        hold = 0 if self.finish else held_back(self.text, self.params.stop)
+        ready = len(self.text) - hold - self._shown
+        self._shown += max(ready, 0)
+        pieces = []
+        while self._unshown and ready > 0:
+            piece, drafted = self._unshown.pop(0)
+            if len(piece) > ready:
+                self._unshown.insert(0, (piece[ready:], drafted))
+                piece = piece[:ready]
+            if piece:
+                pieces.append((piece, drafted))
+            ready -= len(piece)
+        return tuple(pieces)
+
+
+def find_rule(name: str) -> tuple[accept.Rule, bool]:
+    """The accept rule called `name`, and whether it is lossy."""
+    if name in accept.RULES:
+        return accept.RULES[name], False
+    if name in relaxed.RULES:
+        return relaxed.RULES[name], True
+    raise ParameterError(f"unknown accept rule {name!r}; exact: {', '.join(accept.RULES)}; lossy: {', '.join(relaxed.RULES)}")
+
+
+def decode(target: Target, drafter: Drafter, sequences: Many[Sequence], rule: str = "block", pace: Pace = Fixed(8)) -> Iterator[Round]:
+    """Decode `sequences` together until each has ended; yields one Round per sequence and pass.
+
+    rule: an exact rule of `accept`, or a lossy one of `relaxed` by name. What ended sequences held is freed, also when the
+    generator is closed early, unless they are marked `keep_open`.
+    """
+    find_rule(rule)
+    sequences = list(sequences)
+    try:
+        for sequence in sequences:
+            open_sequence(target, drafter, sequence)
+        while active := [s for s in sequences if not s.finish]:
+            rounds = step(target, drafter, active, rule, pace)
+            for sequence in active:
+                if sequence.cancelled:
+                    sequence.finish = sequence.finish or "cancelled"
+                if sequence.finish:
+                    close_sequence(target, sequence)
+            yield from rounds
+    finally:
+        for sequence in sequences:
+            sequence.finish = sequence.finish or "cancelled"
+            close_sequence(target, sequence)
+
+
+def open_sequence(target: Target, drafter: Drafter, sequence: Sequence) -> None:
+    """Give the sequence a slot and a drafter state, and prefill all but its anchor.
+
+    A sequence that already holds a slot (the next turn of a conversation) has only what is new computed.
+    """
+    began = time.perf_counter_ns()
+    if sequence.slot is None:
+        sequence.slot = target.open()
+    if sequence.state is None:
+        sequence.state = drafter.open(sequence.sampler)
+    new = sequence.tokens[sequence.slot.length : -1]
+    for output in target.prefill(sequence.slot, new, layers=drafter.layers):
+        rows = range(sequence.slot.length - output.start)
+        drafter.observe([(sequence.state, sequence.tokens, output, rows)])
+    sequence.prefill_ns = time.perf_counter_ns() - began
+    if sequence.room <= 0:
+        sequence.finish = "length"
+
+
+def close_sequence(target: Target, sequence: Sequence) -> None:
+    """Free the sequence's slot and state, unless it is kept open for a next turn."""
+    if sequence.keep_open:
+        return
+    if sequence.slot is not None:
+        target.close(sequence.slot)
+    if sequence.state is not None:
+        sequence.state.close()
+    sequence.slot = sequence.state = None
+
+
+def step(target: Target, drafter: Drafter, active: Many[Sequence], rule: str, pace: Pace) -> list[Round]:
+    """One round of every active sequence, through one pass of the target."""
+    clock = _Clock()
+    verdict, lossy = find_rule(rule)
+    budgets = [_within_limits(budget, s, drafter) for budget, s in zip(pace.budgets(active), active)]
+    trees = _propose(drafter, active, budgets, target.vocab_size)
+    clock.lap("propose")
+    outputs = target.forward([(s.slot, tree) for s, tree in zip(active, trees)], layers=drafter.layers)
+    clock.lap("forward")
+
+    laws: list[Tensor | LogitsError] = []
+    for s, tree, output in zip(active, trees, outputs):
+        try:
+            laws.append(s.sampler.probabilities(output.logits, tree))
+        except LogitsError as error:
+            laws.append(error)
+    clock.lap("probabilities")
+
+    decisions = [
+        verdict(tree, p, s.sampler.draws) if isinstance(p, Tensor) else accept.Decision((0,), -1)
+        for s, tree, p in zip(active, trees, laws)
+    ]
+    clock.lap("accept")
+
+    emitted: list[list[int]] = []
+    for s, tree, p, decision in zip(active, trees, laws, decisions):
+        if isinstance(p, LogitsError):
+            s.finish, s.error = "error", str(p)
+            emitted.append([])
+        else:
+            drafted = [tree.tokens[node] for node in decision.path[1:]]
+            emitted.append(s.cut([*drafted, decision.next], len(drafted)))
+            s.sampler.commit(emitted[-1])
+    clock.lap("cut")
+
+    kept = [decision.path[: len(tokens)] for decision, tokens in zip(decisions, emitted)]
+    for s, path in zip(active, kept):
+        target.commit(s.slot, path)
+    clock.lap("commit")
+    drafter.observe([(s.state, s.tokens, output, path) for s, output, path in zip(active, outputs, kept)])
+    clock.lap("observe")
+
+    rows = sum(map(len, trees))
+    rounds = []
+    for s, tree, budget, output, p, decision, tokens in zip(active, trees, budgets, outputs, laws, decisions, emitted):
+        known = isinstance(p, Tensor)
+        rounds.append(
+            Round(
+                sequence=s.number,
+                number=s.rounds,
+                context=len(s.tokens) - len(tokens),
+                tokens=tree.tokens,
+                parents=tree.parents,
+                score=tree.score,
+                p=tuple(accept.at_tokens(tree, p)) if known else (),
+                q=_q_of(tree),
+                tests=decision.tests,
+                path=decision.path,
+                emitted=tuple(tokens),
+                pieces=s.show(),
+                logprobs=_logprobs(output, decision.path, tokens, s.params.logprobs) if known else None,
+                finish=s.finish,
+                error=s.error,
+                rule=rule,
+                lossy=lossy,
+                drafter=drafter.name,
+                budget=budget,
+                rows=rows,
+                sequences=len(active),
+                times=clock.share(len(active), prefill=s.prefill_ns if s.rounds == 0 else 0),
+            )
+        )
+        s.rounds += 1
+    pace.learn(rounds)
+    return rounds
+
+
+def _within_limits(budget: Budget, sequence: Sequence, drafter: Drafter) -> Budget:
+    """No token is drafted that could not be emitted, or that the drafter has no position for."""
+    depth = min(budget.depth, budget.nodes, sequence.room - 1)
+    if drafter.context_length is not None:
+        depth = min(depth, drafter.context_length - len(sequence.tokens))
+    if depth <= 0:
+        return Budget(0, 0, budget.price)
+    return Budget(budget.nodes, depth, budget.price)
+
+
+def _propose(drafter: Drafter, active: Many[Sequence], budgets: Many[Budget], vocab_size: int) -> list[DraftTree]:
+    """Ask the drafter for every sequence that may draft; the others get the anchor alone."""
+    trees = [DraftTree.chain(s.tokens[-1]) for s in active]
+    asked = [i for i, budget in enumerate(budgets) if budget.nodes > 0]
+    if asked:
+        proposed = drafter.propose([(active[i].state, active[i].tokens, budgets[i]) for i in asked])
+        if len(proposed) != len(asked):
+            raise DraftError(f"the drafter {drafter.name!r} returned {len(proposed)} trees for {len(asked)} sequences")
+        for i, tree in zip(asked, proposed):
+            trees[i] = _admitted(drafter, tree, active[i].tokens[-1], budgets[i], vocab_size)
+    return trees
+
+
+def _admitted(drafter: Drafter, tree: DraftTree, anchor: int, budget: Budget, vocab_size: int) -> DraftTree:
+    """The tree without what goes beyond the budget or the vocabulary. Raises DraftError where that was drawn under a q."""
+    if tree.tokens[0] != anchor:
+        raise DraftError(f"the drafter {drafter.name!r} returned a tree below token {tree.tokens[0]}, not below the anchor {anchor}")
+    keep = [0 <= token < vocab_size and depth <= budget.depth for token, depth in zip(tree.tokens, tree.depths)]
+    keep[budget.nodes + 1 :] = [False] * len(keep[budget.nodes + 1 :])
+    try:
+        return tree if all(keep) else tree.prune(keep)
+    except DraftError as error:
+        raise DraftError(f"the drafter {drafter.name!r} went beyond its budget or the vocabulary with drawn tokens") from error
+
+
+def _q_of(tree: DraftTree) -> tuple[float | None, ...]:
+    values = accept.q_at_tokens(tree)
+    drawn = [tree.law(parent) is not None for parent in tree.parents[1:]]
+    return (None, *(value if is_drawn else None for value, is_drawn in zip(values[1:], drawn)))
+
+
+def _logprobs(output: Output, path: Many[int], tokens: Many[int], top: int | None) -> tuple[TokenLogprob, ...] | None:
+    """Log-probabilities of the emitted `tokens`, from the rows that predicted them."""
+    if top is None:
+        return None
+    if not tokens:
+        return ()
+    rows = output.logits[list(path[: len(tokens)])]
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    logprobs = rows.log_softmax(dim=-1)  # [m, V]
+    chosen = logprobs.gather(1, torch.tensor(list(tokens), device=rows.device)[:, None])[:, 0].tolist()
+    if top == 0:
+        return tuple(TokenLogprob(token, value) for token, value in zip(tokens, chosen))
+    best = _top(logprobs, top)
+    return tuple(TokenLogprob(token, value, alternatives) for token, value, alternatives in zip(tokens, chosen, best))
+
+
+def _top(logprobs: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
+    """The k most likely tokens of each row, of equals the lowest ids."""
+    values = logprobs.topk(min(k, logprobs.shape[1]), dim=-1).values
+    result = []
+    for row, least in zip(logprobs, values[:, -1]):
+        ids = (row >= least).nonzero()[:, 0]
+        order = row[ids].sort(descending=True, stable=True)
+        result.append(tuple(zip(ids[order.indices][:k].tolist(), order.values[:k].tolist())))
+    return result
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._last = time.perf_counter_ns()
+        self._laps: dict[str, int] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter_ns()
+        self._laps[phase] = now - self._last
+        self._last = now
+
+    def share(self, among: int, prefill: int) -> Times:
+        return Times(prefill=prefill, **{phase: ns // among for phase, ns in self._laps.items()})

@@ -1,0 +1,123 @@
+"""The table of drafters. The command line, the docs and the conformance tests read it; adding one is a file and a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Mapping
+
+from ..errors import ParameterError
+from ..targets.base import Target
+from .base import Budget, Drafter, NoDrafter, Options, State
+
+__all__ = ["Budget", "Drafter", "NoDrafter", "Options", "State", "TABLE", "Entry", "load_drafter", "make_options"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table: where a drafter lives and what a user should know before choosing it."""
+
+    place: str
+    """``module:Class`` below this package."""
+    summary: str
+    needs: str
+    shapes: tuple[str, ...]
+    """Of ``chain`` and ``tree``, what it can draft."""
+    source: str
+    """Paper or engine that the method comes from."""
+
+    def load(self) -> type[Drafter]:
+        module, name = self.place.split(":")
+        return getattr(importlib.import_module(f".{module}", __package__), name)
+
+
+TABLE: dict[str, Entry] = {
+    "none": Entry("base:NoDrafter", "plain decoding", "nothing", ("chain",), ""),
+    "lookup": Entry(
+        "lookup:LookupDrafter",
+        "copies what followed the last few tokens when they last occurred",
+        "nothing",
+        ("chain",),
+        "prompt lookup decoding (Saxena 2023)",
+    ),
+    "suffix": Entry(
+        "suffix:SuffixDrafter",
+        "what followed the longest repeated suffix of prompt and output, by counts",
+        "nothing",
+        ("chain", "tree"),
+        "SuffixDecoding (Oliaro et al. 2024)",
+    ),
+    "prediction": Entry(
+        "prediction:PredictionDrafter",
+        "follows a text that the caller expects, and finds its place again after a miss",
+        "the expected text",
+        ("chain",),
+        "predicted outputs (OpenAI API)",
+    ),
+    "model": Entry(
+        "model:ModelDrafter",
+        "a smaller causal language model with the same tokenizer",
+        "a model",
+        ("chain",),
+        "speculative decoding (Leviathan et al. 2023, Chen et al. 2023)",
+    ),
+    "replay": Entry(
+        "replay:ReplayDrafter",
+        "drafts a fixed script of tokens, with errors where asked; for tests",
+        "a script",
+        ("chain", "tree"),
+        "",
+    ),
+}
+
+
+def make_options(cls: type[Options], values: Mapping[str, Any], drafter: str) -> Options:
+    """Options from names and values; strings, as the command line has them, become what the field's type says."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    made = {}
+    for name, value in values.items():
+        if name not in known:
+            allowed = f"it has {', '.join(known)}" if known else "it has none"
+            raise ParameterError(f"the drafter {drafter!r} has no option {name!r}; {allowed}")
+        made[name] = _convert(name, value, known[name])
+    return cls(**made)
+
+
+def _convert(name: str, value: Any, wanted: Any) -> Any:
+    optional = isinstance(wanted, types.UnionType)
+    (kind,) = [t for t in typing.get_args(wanted) if t is not type(None)] if optional else [wanted]
+    if value is None and optional:
+        return None
+    origin = typing.get_origin(kind) or kind
+    try:
+        if not isinstance(value, str) or origin is str:
+            return float(value) if origin is float else value
+        if origin is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
+        if origin is tuple:
+            return tuple(int(part) for part in value.replace(",", " ").split())
+        return origin(value)
+    except (KeyError, ValueError, TypeError):
+        raise ParameterError(f"option {name} must be {origin.__name__}; got {value!r}") from None
+
+
+def load_drafter(name: str, target: Target, options: Mapping[str, Any] | None = None, **loading: Any) -> Drafter:
+    """The drafter called `name` for `target`: a name of the table, or the path or hub id of a model.
+
+    options: the drafter's own, by name. loading: how to load a model (``device``, ``dtype``, ...), for drafters that have
+    one. Raises ParameterError for an unknown drafter or option, LoadError for a model that does not load or fit.
+    """
+    options = dict(options or {})
+    source = None
+    if name not in TABLE:
+        name, source = "model", name
+    elif name == "model":
+        source = options.pop("model", None)
+        if source is None:
+            raise ParameterError("the drafter 'model' needs a model: -d PATH_OR_HUB_ID, or -o model=PATH_OR_HUB_ID")
+    cls = TABLE[name].load()
+    return cls.load(target, make_options(cls.Options, options, name), source, **loading)

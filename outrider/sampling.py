@@ -1,0 +1,372 @@
+"""From logits to probabilities, for target and drafter alike, and every random draw of the engine.
+
+One Sampler belongs to one sequence. It turns logits into p (for the target's rows) and into q (for a drafter's), each
+row with the tokens on its own path, so that penalties and limits hold inside a draft tree exactly as they would one
+token at a time. Processors, in order: repetition, presence and frequency penalties, logit_bias, min_tokens,
+temperature, top_k, top_p, min_p. Temperature 0 is a one-hot distribution; ties go to the lowest id.
+
+Randomness. The rule `coupled` uses noise that is a function of (seed, choice, position, token id) alone. The other rules
+take three independent streams (draft, accept, residual) whose values are never used twice.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import LogitsError, ParameterError
+from .tree import DraftTree
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    temperature: 0 takes the most likely token; otherwise logits are divided by it.
+    top_k: keep the k most likely tokens (0: all). top_p: keep the smallest set with at least this probability.
+    min_p: keep tokens at least this probable relative to the most likely one.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et
+        al. 2019). presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for tokens of the output.
+    logit_bias: added to the logits of these token ids. min_tokens: no end before this many tokens were emitted.
+    ignore_eos: go on after an end-of-generation token. max_tokens: at most this many new tokens.
+    stop: strings that end the text (not part of it). stop_token_ids: tokens that end it like an end-of-generation token.
+    seed: with the rule `coupled` (the default when a seed is given) the same seed gives the same text with any drafter.
+    logprobs: log-probabilities of the emitted tokens and of this many alternatives, from the target's own logits
+        before any processing.
+    prediction: a text that the caller expects to see in the output; drafters that can, draft from it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    prediction: str | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, allowed, ok in (
+            ("temperature", "0 or more", lambda v: 0 <= v < math.inf),
+            ("top_k", "a whole number, 0 (off) or more", lambda v: v >= 0 and v == int(v)),
+            ("top_p", "above 0 and at most 1", lambda v: 0 < v <= 1),
+            ("min_p", "at least 0 and at most 1", lambda v: 0 <= v <= 1),
+            ("repetition_penalty", "above 0", lambda v: 0 < v < math.inf),
+            ("presence_penalty", "from -2 to 2", lambda v: -2 <= v <= 2),
+            ("frequency_penalty", "from -2 to 2", lambda v: -2 <= v <= 2),
+            ("min_tokens", "a whole number, 0 or more", lambda v: v >= 0 and v == int(v)),
+            ("max_tokens", "a whole number, 1 or more", lambda v: v >= 1 and v == int(v)),
+            ("logprobs", "None, or from 0 to 20", lambda v: v is None or (0 <= v <= 20 and v == int(v))),
+            ("seed", "None, or from 0 to 2**63 - 1", lambda v: v is None or (0 <= v < 2**63 and v == int(v))),
+        ):
+            value = getattr(self, name)
+            try:
+                fine = not isinstance(value, bool) and ok(value)
+            except (TypeError, ValueError, OverflowError):
+                fine = False
+            if not fine:
+                raise ParameterError(f"{name} must be {allowed}; got {value!r}")
+        if self.min_tokens > self.max_tokens:
+            raise ParameterError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise ParameterError(f"stop must hold non-empty strings; got {self.stop!r}")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
+                raise ParameterError(f"logit_bias must map token ids to numbers from -100 to 100; got {token!r}: {bias!r}")
+        if any(not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+            raise ParameterError(f"stop_token_ids must hold token ids; got {self.stop_token_ids!r}")
+
+    @classmethod
+    def make(cls, **values: object) -> SamplingParams:
+        """SamplingParams from names and values; an unknown name is an error that lists the known ones."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ParameterError(f"unknown sampling parameter {name!r}; known: {', '.join(known)}")
+        return cls(**values)  # type: ignore[arg-type]
+
+
+class Stream:
+    """Uniform numbers in [0, 1) that are never used twice."""
+
+    def __init__(self, seed: int, choice: int, name: int):
+        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, choice, name))))
+
+    def uniform(self) -> float:
+        return float(self._generator.random())
+
+    def exponentials(self, n: int) -> Tensor:
+        """`n` independent standard exponential variables, float64."""
+        return torch.from_numpy(self._generator.standard_exponential(n))
+
+
+class Draws:
+    """Every random decision of the accept rules; a test replaces it to branch on each outcome."""
+
+    def __init__(self, sampler: Sampler):
+        self._sampler = sampler
+
+    def bernoulli(self, p: float) -> bool:
+        """True with probability `p`; never when p is 0, always when it is 1 or more."""
+        return self._sampler.accept_stream.uniform() < p
+
+    def categorical(self, w: Tensor) -> int:
+        """Index i with probability ``w[i] / w.sum()``, ``w`` of shape ``[V]``, not negative, not all zero."""
+        return inverse_cdf(w, self._sampler.residual_stream.uniform())
+
+    def coupled(self, w: Tensor, depth: int) -> int:
+        """The token that the position-keyed noise picks from law ``w`` ``[V]``, `depth` tokens after the anchor."""
+        return int(self._sampler.coupled(w, depth)[0])
+
+
+def inverse_cdf(w: Tensor, u: float) -> int:
+    """The index at quantile `u` in [0, 1) of the law proportional to ``w`` ``[V]``; never one of weight 0."""
+    support = w.nonzero()[:, 0]
+    if len(support) == 1:
+        return int(support[0])
+    cumulative = w[support].to("cpu", torch.float64).cumsum(0)
+    at = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
+    return int(support[min(at, len(support) - 1)])
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on one 64-bit word."""
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def exponential_noise(seed: int, choice: int, position: int, tokens: Tensor) -> Tensor:
+    """Standard exponential noise for `tokens` ``[m]`` at `position`, float64: a pure function of its arguments.
+
+    ``-log`` of it is Gumbel noise, so the token with the smallest ``noise / p`` is a draw from p (the exponential race).
+    """
+    key = _mix(_mix(_mix(seed) ^ choice) ^ position)
+
+    def shifted(x: Tensor, by: int) -> Tensor:  # a logical shift: int64 is all that every device has
+        return (x >> by) & ((1 << (64 - by)) - 1)
+
+    def signed(word: int) -> int:
+        return word - (1 << 64) if word >> 63 else word
+
+    x = tokens.to(torch.int64) * signed(_GOLDEN) + signed(key)
+    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+    x = x ^ shifted(x, 31)
+    uniform = (shifted(x, 11).to(torch.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    return -uniform.log()
+
+
+class Sampler:
+    """One sequence's SamplingParams with its prompt, what it has emitted, and its random streams.
+
+    rule: the accept rule in force; under ``coupled`` drafts are drawn with the target's own noise.
+    choice: number of the completion when several are made from one prompt and seed.
+    end_tokens: the target's end-of-generation ids, which min_tokens holds back.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        vocab_size: int,
+        end_tokens: frozenset[int] = frozenset(),
+        rule: str = "rejection",
+        choice: int = 0,
+        tokenizer: object = None,
+    ):
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise ParameterError(f"{name} names token {token}, but the vocabulary ends at {vocab_size - 1}")
+        self.params = params
+        self.vocab_size = vocab_size
+        self.rule = rule
+        self.choice = choice
+        self.tokenizer = tokenizer
+        self.seed = secrets.randbits(62) if params.seed is None else params.seed
+        self.draft_stream = Stream(self.seed, choice, 0)
+        self.accept_stream = Stream(self.seed, choice, 1)
+        self.residual_stream = Stream(self.seed, choice, 2)
+        self.draws = Draws(self)
+        self.greedy = params.temperature == 0
+        self._held_back = sorted(end_tokens | set(params.stop_token_ids)) if params.min_tokens else []
+        self._penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        self._prompt = frozenset(prompt)
+        self._counts: Counter[int] = Counter()
+        self.position = len(prompt) - 1  # of the anchor
+        self.emitted = 0
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Take note of the tokens that were emitted."""
+        if self._penalised:
+            self._counts.update(tokens)
+        self.position += len(tokens)
+        self.emitted += len(tokens)
+
+    # ---- the law of the next token ------------------------------------------------------------------------------
+
+    def probabilities(self, logits: Tensor, tree: DraftTree) -> Tensor:
+        """p ``[n, V]`` after every processor, each node of `tree` with its own path. Raises LogitsError for NaN."""
+        paths = [tree.path_tokens(i) for i in range(len(tree))] if self._penalised else None
+        return self._law(logits, paths, tree.depths)
+
+    def draw(self, logits: Tensor, path: Sequence[int], k: int = 1, greedy: bool = False) -> tuple[list[int], Tensor | None]:
+        """Up to k distinct children for the node that `path` (drafted tokens after the anchor) leads to, and their law.
+
+        logits: the drafter's, ``[V]`` or shorter (a smaller vocabulary proposes nothing beyond its own).
+        Returns tokens in drawing order, with q ``[V]`` where they were drawn from it, or None where they are a point mass:
+        at temperature 0, under `coupled`, or when `greedy` asks for the most likely tokens. No tokens come from logits
+        that are no distribution.
+        """
+        row = logits[None, : self.vocab_size]
+        if row.shape[1] < self.vocab_size:
+            row = torch.nn.functional.pad(row, (0, self.vocab_size - row.shape[1]), value=-math.inf)
+        if not math.isfinite(float(row.max())):
+            return [], None
+        if self.greedy or greedy:
+            scores = self._processed(row, [path], [len(path)])[0]
+            keep = _largest(scores[None], torch.tensor([k], device=scores.device))[0] & (scores > -math.inf)
+            tokens = keep.nonzero()[:, 0]
+            order = scores[tokens].sort(descending=True, stable=True).indices
+            return tokens[order].tolist(), None
+        q = self._law(row, [path], [len(path)])[0]
+        if self.rule == "coupled":
+            return self.coupled(q, len(path), k), None
+        if k == 1:
+            return [inverse_cdf(q, self.draft_stream.uniform())], q
+        support = q.nonzero()[:, 0]
+        race = self.draft_stream.exponentials(len(support)) / q[support].to("cpu", torch.float64)
+        return support[race.argsort(stable=True)[:k].to(support.device)].tolist(), q
+
+    def coupled(self, w: Tensor, depth: int, k: int = 1) -> list[int]:
+        """Up to k first tokens of the race between law ``w`` ``[V]`` and the noise, `depth` tokens after the anchor."""
+        return self.race(w, depth, k)[1].tolist()
+
+    def race(self, w: Tensor, depth: int, k: int) -> tuple[Tensor, Tensor]:
+        """The k best perturbed scores ``log w + Gumbel`` and their tokens, ``[k]`` each (fewer if w has fewer), best first."""
+        if w.device.type == "mps":  # no float64 there
+            w = w.cpu()
+        tokens = w.nonzero()[:, 0]
+        if len(tokens) == 1:
+            return torch.zeros(1, dtype=torch.float64), tokens
+        noise = exponential_noise(self.seed, self.choice, self.position + 1 + depth, tokens)
+        finish = noise / w[tokens].to(torch.float64)
+        if k == 1:
+            first = finish.argmin()[None]
+        else:
+            first = finish.topk(min(k, len(tokens)), largest=False).indices
+        return -finish[first].log(), tokens[first]
+
+    # ---- processors ---------------------------------------------------------------------------------------------
+
+    def _law(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, depths: Sequence[int]) -> Tensor:
+        x = self._processed(logits, paths, depths)
+        best, token = x.max(dim=-1)  # the first of equals; NaN wins
+        if not bool(torch.isfinite(best).all()):
+            row = int((~torch.isfinite(best)).nonzero()[0, 0])
+            raise LogitsError(
+                f"the model's logits for position {self.position + 1 + depths[row]} are {float(best[row])}; nothing was "
+                "emitted from them (try --dtype float32, or check the model's files)"
+            )
+        if self.greedy:
+            return torch.zeros_like(x).scatter_(1, token[:, None], 1.0)
+        return self._filtered(x / self.params.temperature).softmax(dim=-1)
+
+    def _processed(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, depths: Sequence[int]) -> Tensor:
+        """Penalties, bias and min_tokens; float32 or float64 ``[n, V]``, the argument itself when there are none."""
+        x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        params = self.params
+        held = [i for i, depth in enumerate(depths) if self.emitted + depth < params.min_tokens] if self._held_back else []
+        if not (self._penalised or params.logit_bias or held):
+            return x
+        x = x.clone()
+        if self._penalised:
+            self._penalise(x, paths or [()] * len(x))
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=x.device)
+            x[:, ids] += torch.tensor(list(params.logit_bias.values()), dtype=x.dtype, device=x.device)
+        if held:
+            rows = torch.tensor(held, device=x.device)[:, None]
+            x[rows, torch.tensor(self._held_back, device=x.device)] = -math.inf
+        return x
+
+    def _penalise(self, x: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        seen = sorted(self._prompt | self._counts.keys())
+        raw = x.clone()
+        every = torch.arange(len(x), device=x.device)[:, None]
+        columns = torch.tensor(seen, device=x.device)
+        x[every, columns] = self._penalty(raw[every, columns], [[self._counts[t] for t in seen]])
+        entries = [  # what the row's own path adds
+            (row, token, self._counts[token] + times)
+            for row, path in enumerate(paths)
+            for token, times in Counter(path).items()
+            if token < x.shape[1]
+        ]
+        if entries:
+            rows, columns, counts = torch.tensor(entries, device=x.device).T
+            x[rows, columns] = self._penalty(raw[rows, columns], counts)
+
+    def _penalty(self, raw: Tensor, counts: object) -> Tensor:
+        params = self.params
+        times = torch.as_tensor(counts, dtype=raw.dtype, device=raw.device)
+        x = torch.where(raw > 0, raw / params.repetition_penalty, raw * params.repetition_penalty)
+        return x - params.frequency_penalty * times - params.presence_penalty * (times > 0)
+
+    def _filtered(self, x: Tensor) -> Tensor:
+        """top_k, top_p and min_p: everything they exclude becomes -inf. x: ``[n, V]`` logits over the temperature."""
+        params = self.params
+        n, width = x.shape
+        if 0 < params.top_k < width:
+            x = x.masked_fill(~_largest(x, torch.full((n,), params.top_k, device=x.device)), -math.inf)
+        if params.top_p < 1:
+            x = x.masked_fill(~_largest(x, _nucleus(x, params.top_p, params.top_k)), -math.inf)
+        if params.min_p > 0:
+            floor = x.max(dim=-1, keepdim=True).values + math.log(params.min_p)
+            x = x.masked_fill(x < floor, -math.inf)
+        return x
+
+
+def _largest(x: Tensor, count: Tensor) -> Tensor:
+    """Marks the ``count[i]`` largest entries of each row of x ``[n, V]``; of equal ones the lowest ids. Bool ``[n, V]``."""
+    most = min(int(count.max()), x.shape[1])
+    least = x.topk(most, dim=-1).values.gather(1, (count[:, None] - 1).clamp(max=most - 1))
+    above = x > least
+    equal = x == least
+    room = count[:, None] - above.sum(dim=-1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def _nucleus(x: Tensor, top_p: float, top_k: int) -> Tensor:
+    """How many of the most likely tokens of each row of logits x ``[n, V]`` hold at least `top_p` together: ``[n]``."""
+    p = x.softmax(dim=-1)
+    width = x.shape[1]
+    some = min(top_k or 1024, width)
+    cumulative = p.topk(some, dim=-1).values.to(torch.float64).cumsum(dim=-1)
+    if some < width and top_k == 0 and bool((cumulative[:, -1] < top_p).any()):
+        cumulative = p.sort(dim=-1, descending=True).values.to(torch.float64).cumsum(dim=-1)
+    return ((cumulative < top_p).sum(dim=-1) + 1).clamp(max=cumulative.shape[1])

@@ -1,0 +1,256 @@
+"""What happened in each round, figures computed from it, and its file format.
+
+A Round is written once and never changed. Every figure that Outrider prints is a function of Rounds. A trace file is JSON
+lines: a header (``{"outrider_trace": 1, ...}``), then one Round per line; `docs/trace.md` documents the fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any, Iterable, Sequence
+
+from .accept import Test
+from .errors import LoadError, OutriderError
+from .tree import Budget
+
+TRACE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target's unprocessed logits, and of the most likely alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Nanoseconds of one sequence's share of each phase: a pass over several sequences is divided evenly among them."""
+
+    prefill: int = 0
+    propose: int = 0
+    forward: int = 0
+    probabilities: int = 0
+    accept: int = 0
+    cut: int = 0
+    commit: int = 0
+    observe: int = 0
+
+    @property
+    def total(self) -> int:
+        """All phases after the prefill."""
+        return sum(asdict(self).values()) - self.prefill
+
+
+@dataclass(frozen=True)
+class Round:
+    """One propose, forward, accept, cut, commit, observe of one sequence.
+
+    sequence, number: which sequence, and its how many-eth round, from 0.
+    context: tokens before the round, the anchor included.
+    tokens, parents, score: the draft tree. p, q: probability of each node's token at its parent (anchor 1.0; q None where
+        the token was chosen without chance).
+    tests, path: what the accept rule tested and kept, before the cut. emitted: the new tokens, after it.
+    pieces: the text that became final, in parts with whether a part was drafted; finish: why the sequence ended, if it did.
+    rows, sequences: rows and sequences of the whole pass.
+    """
+
+    sequence: int
+    number: int
+    context: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    score: tuple[float, ...] | None
+    p: tuple[float, ...]
+    q: tuple[float | None, ...]
+    tests: tuple[Test, ...]
+    path: tuple[int, ...]
+    emitted: tuple[int, ...]
+    pieces: tuple[tuple[str, bool], ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish: str | None
+    error: str | None
+    rule: str
+    lossy: bool
+    drafter: str
+    budget: Budget
+    rows: int
+    sequences: int
+    times: Times
+
+    @property
+    def proposed(self) -> int:
+        """Drafted tokens, the anchor excluded."""
+        return len(self.tokens) - 1
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were emitted."""
+        return min(len(self.path) - 1, len(self.emitted))
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Figures of some Rounds. Formulas: `acceptance_rate` = accepted / proposed; `acceptance_length` = emitted / passes,
+    1.0 in plain decoding; `tokens_per_second` = emitted / seconds, the prefill not counted.
+    """
+
+    sequences: int
+    passes: int
+    """Passes of the target, counted per sequence."""
+    rows: int
+    """Rows of the target that these sequences used."""
+    proposed: int
+    accepted: int
+    emitted: int
+    reached_by_depth: tuple[int, ...]
+    """Rounds in which a token of depth 1, 2, ... was drafted below a kept path."""
+    accepted_by_depth: tuple[int, ...]
+    """Rounds in which it was kept."""
+    seconds: dict[str, float]
+    """By phase."""
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return self.emitted / self.passes if self.passes else None
+
+    @property
+    def conditional_rates(self) -> list[float]:
+        """Share of rounds in which depth d was kept, of those in which depth d - 1 was kept and d was drafted."""
+        return [kept / reached for kept, reached in zip(self.accepted_by_depth, self.reached_by_depth)]
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds after the prefill."""
+        return sum(seconds for phase, seconds in self.seconds.items() if phase != "prefill")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.emitted / self.total_seconds if self.total_seconds else None
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the time that was spent neither in the target's pass nor in the drafter."""
+        if not self.total_seconds:
+            return None
+        return 1 - (self.seconds["forward"] + self.seconds["propose"]) / self.total_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, derived ones included, for JSON."""
+        names = ("acceptance_rate", "acceptance_length", "conditional_rates", "total_seconds", "tokens_per_second", "overhead")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+
+    def check(self) -> None:
+        """Raise OutriderError if these figures are impossible; a wrong counter must not become a published number."""
+        if self.accepted > self.proposed:
+            raise OutriderError(f"impossible figures: {self.accepted} accepted of {self.proposed} proposed tokens")
+        if self.emitted > self.accepted + self.passes:
+            raise OutriderError(f"impossible figures: {self.emitted} emitted, {self.accepted} accepted in {self.passes} passes")
+
+
+def statistics(rounds: Iterable[Round]) -> Statistics:
+    """Figures of these rounds, checked against what is possible."""
+    rounds = list(rounds)
+    reached: Counter[int] = Counter()
+    kept: Counter[int] = Counter()
+    for r in rounds:
+        accepted = r.accepted
+        for depth in range(1, accepted + 1):
+            reached[depth] += 1
+            kept[depth] += 1
+        refused_below = r.path[accepted] in r.parents[1:] and len(r.emitted) > accepted
+        if refused_below:
+            reached[accepted + 1] += 1
+    seconds = {f.name: sum(getattr(r.times, f.name) for r in rounds) / 1e9 for f in fields(Times)}
+    figures = Statistics(
+        sequences=len({r.sequence for r in rounds}),
+        passes=len(rounds),
+        rows=sum(len(r.tokens) for r in rounds),
+        proposed=sum(r.proposed for r in rounds),
+        accepted=sum(r.accepted for r in rounds),
+        emitted=sum(len(r.emitted) for r in rounds),
+        reached_by_depth=tuple(reached[d] for d in range(1, max(reached, default=0) + 1)),
+        accepted_by_depth=tuple(kept[d] for d in range(1, max(reached, default=0) + 1)),
+        seconds=seconds,
+    )
+    figures.check()
+    return figures
+
+
+class TraceWriter:
+    """Writes a trace file: the header at once, each Round as it comes. A context manager."""
+
+    def __init__(self, path: str | Path, header: dict[str, Any]):
+        try:
+            self._file: IO[str] = open(path, "w", encoding="utf-8")
+        except OSError as error:
+            raise LoadError(f"cannot write the trace {path}: {error.strerror}") from error
+        self._line({"outrider_trace": TRACE_VERSION, **header})
+
+    def write(self, round: Round) -> None:
+        self._line(asdict(round))
+
+    def _line(self, value: dict[str, Any]) -> None:
+        self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_trace(path: str | Path) -> tuple[dict[str, Any], list[Round]]:
+    """Header and Rounds of a trace file. A last line cut short by an interruption is left out."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise LoadError(f"cannot read the trace {path}: {error.strerror}") from error
+    try:
+        header = json.loads(lines[0])
+        version = header.pop("outrider_trace")
+    except (IndexError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise LoadError(f"{path} is not an Outrider trace: its first line is not a trace header") from error
+    if version != TRACE_VERSION:
+        raise LoadError(f"{path} is a trace of version {version}; this Outrider reads version {TRACE_VERSION}")
+    rounds = []
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            rounds.append(_round(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise LoadError(f"{path}, line {number}: not a Round ({error})") from error
+    return header, rounds
+
+
+def _round(value: dict[str, Any]) -> Round:
+    def frozen(x: Any) -> Any:
+        return tuple(map(frozen, x)) if isinstance(x, list) else x
+
+    value = {name: frozen(x) for name, x in value.items()}
+    value["tests"] = tuple(Test(**test) for test in value["tests"])
+    value["budget"] = Budget(**value["budget"])
+    value["times"] = Times(**value["times"])
+    if value["logprobs"] is not None:
+        value["logprobs"] = tuple(TokenLogprob(entry["token"], entry["logprob"], frozen(entry["top"])) for entry in value["logprobs"])
+    return Round(**value)
+
+
+def drafted_nothing(rounds: Sequence[Round]) -> bool:
+    """Whether rounds of a real drafter proposed no token at all: their figures say nothing about it."""
+    return bool(rounds) and rounds[0].drafter != "none" and not any(r.proposed for r in rounds)
