@@ -115,7 +115,9 @@ def _try_drawn(
             break
         p = residual / mass
         q = q.index_fill(0, torch.tensor([token]), 0.0)
-        q = q / q.sum().clamp(min=1e-300)
+        if (mass := q.sum()) <= 0:  # nothing else could have been drawn
+            break
+        q = q / mass
     return None, p
 
 

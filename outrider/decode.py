@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Iterator, Protocol, Sequence as Many
+from typing import Iterator, Protocol
+from typing import Sequence as Many
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ class Sequence:
         if not prompt:
             raise PromptError("the prompt is empty: give at least one token")
         if len(prompt) > target.context_length:
-            raise PromptError(f"the prompt has {len(prompt)} tokens, but the context of {target.name} ends at {target.context_length}")
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens, but the context of {target.name} ends at {target.context_length}"
+            )
         if outside := next((t for t in prompt if not 0 <= t < target.vocab_size), None):
             raise PromptError(f"the prompt has token id {outside}; ids go from 0 to {target.vocab_size - 1}")
         if params.stop and target.tokenizer is None:
@@ -61,8 +64,7 @@ class Sequence:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.sampler = Sampler(params, prompt, target.vocab_size, target.eos, rule, choice, target.tokenizer)
-        self.slot: Slot | None = None
-        self.state: State | None = None
+        self._held: tuple[Slot, State] | None = None
         self.keep_open = False
         self.cancelled = False
         self.finish: str | None = None
@@ -75,6 +77,30 @@ class Sequence:
         self._detokenizer = Detokenizer(target.tokenizer, prompt) if target.tokenizer else None
         self._unshown: list[tuple[str, bool]] = []
         self._shown = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds a slot of the target and a state of the drafter."""
+        return self._held is not None
+
+    @property
+    def slot(self) -> Slot:
+        assert self._held is not None, "the sequence is not open"
+        return self._held[0]
+
+    @property
+    def state(self) -> State:
+        assert self._held is not None, "the sequence is not open"
+        return self._held[1]
+
+    def attach(self, slot: Slot, state: State) -> None:
+        """Give it what it decodes with: new, forked, or from the turn before."""
+        self._held = (slot, state)
+
+    def detach(self) -> tuple[Slot, State] | None:
+        """Take from it what it decoded with, if it still has it."""
+        held, self._held = self._held, None
+        return held
 
     @property
     def output(self) -> list[int]:
@@ -150,7 +176,9 @@ def find_rule(name: str) -> tuple[accept.Rule, bool]:
     raise ParameterError(f"unknown accept rule {name!r}; exact: {', '.join(accept.RULES)}; lossy: {', '.join(relaxed.RULES)}")
 
 
-def decode(target: Target, drafter: Drafter, sequences: Many[Sequence], rule: str = "block", pace: Pace = Fixed(8)) -> Iterator[Round]:
+def decode(
+    target: Target, drafter: Drafter, sequences: Many[Sequence], rule: str = "block", pace: Pace = Fixed(8)
+) -> Iterator[Round]:
     """Decode `sequences` together until each has ended; yields one Round per sequence and pass.
 
     rule: an exact rule of `accept`, or a lossy one of `relaxed` by name. What ended sequences held is freed, also when the
@@ -178,13 +206,12 @@ def decode(target: Target, drafter: Drafter, sequences: Many[Sequence], rule: st
 def open_sequence(target: Target, drafter: Drafter, sequence: Sequence) -> None:
     """Give the sequence a slot and a drafter state, and prefill all but its anchor.
 
-    A sequence that already holds a slot (the next turn of a conversation) has only what is new computed.
+    A sequence that already holds a slot (a fork, the next turn of a conversation) has only what is new computed.
     """
     began = time.perf_counter_ns()
-    if sequence.slot is None:
-        sequence.slot = target.open()
-    if sequence.state is None:
-        sequence.state = drafter.open(sequence.sampler)
+    if not sequence.is_open:
+        state = drafter.open(sequence.sampler)
+        sequence.attach(target.open(), state)
     new = sequence.tokens[sequence.slot.length : -1]
     for output in target.prefill(sequence.slot, new, layers=drafter.layers):
         rows = range(sequence.slot.length - output.start)
@@ -198,11 +225,10 @@ def close_sequence(target: Target, sequence: Sequence) -> None:
     """Free the sequence's slot and state, unless it is kept open for a next turn."""
     if sequence.keep_open:
         return
-    if sequence.slot is not None:
-        target.close(sequence.slot)
-    if sequence.state is not None:
-        sequence.state.close()
-    sequence.slot = sequence.state = None
+    if held := sequence.detach():
+        slot, state = held
+        target.close(slot)
+        state.close()
 
 
 def step(target: Target, drafter: Drafter, active: Many[Sequence], rule: str, pace: Pace) -> list[Round]:
@@ -218,6 +244,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], rule: str, pa
     laws: list[Tensor | LogitsError] = []
     for s, tree, output in zip(active, trees, outputs):
         try:
+            assert output.logits is not None
             laws.append(s.sampler.probabilities(output.logits, tree))
         except LogitsError as error:
             laws.append(error)
@@ -308,7 +335,9 @@ def _propose(drafter: Drafter, active: Many[Sequence], budgets: Many[Budget], vo
 def _admitted(drafter: Drafter, tree: DraftTree, anchor: int, budget: Budget, vocab_size: int) -> DraftTree:
     """The tree without what goes beyond the budget or the vocabulary. Raises DraftError where that was drawn under a q."""
     if tree.tokens[0] != anchor:
-        raise DraftError(f"the drafter {drafter.name!r} returned a tree below token {tree.tokens[0]}, not below the anchor {anchor}")
+        raise DraftError(
+            f"the drafter {drafter.name!r} returned a tree below token {tree.tokens[0]}, not below the anchor {anchor}"
+        )
     keep = [0 <= token < vocab_size and depth <= budget.depth for token, depth in zip(tree.tokens, tree.depths)]
     keep[budget.nodes + 1 :] = [False] * len(keep[budget.nodes + 1 :])
     try:
@@ -329,6 +358,7 @@ def _logprobs(output: Output, path: Many[int], tokens: Many[int], top: int | Non
         return None
     if not tokens:
         return ()
+    assert output.logits is not None
     rows = output.logits[list(path[: len(tokens)])]
     rows = rows if rows.dtype == torch.float64 else rows.float()
     logprobs = rows.log_softmax(dim=-1)  # [m, V]

@@ -23,3 +23,7 @@ class LogitsError(OutriderError):
 
 class DraftError(OutriderError):
     """A drafter broke its contract in a way that could bias the output."""
+
+
+class OutriderWarning(UserWarning):
+    """Something that works, but that the user should know about."""

@@ -195,7 +195,7 @@ class TraceWriter:
 
     def __init__(self, path: str | Path, header: dict[str, Any]):
         try:
-            self._file: IO[str] = open(path, "w", encoding="utf-8")
+            self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
         except OSError as error:
             raise LoadError(f"cannot write the trace {path}: {error.strerror}") from error
         self._line({"outrider_trace": TRACE_VERSION, **header})
@@ -217,7 +217,7 @@ class TraceWriter:
 def read_trace(path: str | Path) -> tuple[dict[str, Any], list[Round]]:
     """Header and Rounds of a trace file. A last line cut short by an interruption is left out."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")  # not splitlines: texts may hold U+2028 or U+0085
     except OSError as error:
         raise LoadError(f"cannot read the trace {path}: {error.strerror}") from error
     try:
@@ -231,7 +231,7 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[Round]]:
     for number, line in enumerate(lines[1:], 2):
         try:
             rounds.append(_round(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines):
                 break
             raise LoadError(f"{path}, line {number}: not a Round ({error})") from error
@@ -247,7 +247,9 @@ def _round(value: dict[str, Any]) -> Round:
     value["budget"] = Budget(**value["budget"])
     value["times"] = Times(**value["times"])
     if value["logprobs"] is not None:
-        value["logprobs"] = tuple(TokenLogprob(entry["token"], entry["logprob"], frozen(entry["top"])) for entry in value["logprobs"])
+        value["logprobs"] = tuple(
+            TokenLogprob(entry["token"], entry["logprob"], frozen(entry["top"])) for entry in value["logprobs"]
+        )
     return Round(**value)
 
 

@@ -13,7 +13,7 @@ from ..errors import ParameterError
 from ..targets.base import Target
 from .base import Budget, Drafter, NoDrafter, Options, State
 
-__all__ = ["Budget", "Drafter", "NoDrafter", "Options", "State", "TABLE", "Entry", "load_drafter", "make_options"]
+__all__ = ["TABLE", "Budget", "Drafter", "Entry", "NoDrafter", "Options", "State", "load_drafter", "make_options"]
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ class Drafter(ABC):
     def __init__(self, options: Options | None = None):
         self.options = options if options is not None else self.Options()
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether its drafts may have siblings; the default accept rule follows from it."""
+        return getattr(self.options, "shape", "chain") == "tree"
+
     @classmethod
     def load(cls, target: Target, options: Options, source: str | None = None, **loading: Any) -> Drafter:
         """A drafter for `target`. source: path or hub id of its weights, for drafters that have some."""

@@ -8,12 +8,11 @@ from typing import Sequence
 from ..errors import ParameterError
 from ..sampling import Sampler
 from ..tree import DraftTree
-from .base import Drafter, State, Work
-from .base import Options as BaseOptions
+from .base import Drafter, Options, State, Work
 
 
 @dataclass(frozen=True)
-class Options(BaseOptions):
+class ReplayOptions(Options):
     """script: tokens of the whole sequence, prompt included. wrong_at: in each draft, the place (from 0) of a wrong token;
     -1 for none. shift: what is added to the token there. shape: chain, or tree (the wrong token gets a right sibling after it).
     """
@@ -38,8 +37,8 @@ class ReplayDrafter(Drafter):
     """Point-mass drafts from a script, by position."""
 
     name = "replay"
-    Options = Options
-    options: Options
+    Options = ReplayOptions
+    options: ReplayOptions
 
     def open(self, sampler: Sampler) -> ReplayState:
         return ReplayState(sampler)

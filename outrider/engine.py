@@ -1,0 +1,293 @@
+"""The library's front door: load a target with a drafter, generate, stream, converse."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, Iterator, Mapping, cast
+from typing import Sequence as Many
+
+from .decode import Fixed, Pace, Sequence, decode, find_rule, open_sequence
+from .drafters import Drafter, load_drafter
+from .errors import LogitsError, ParameterError, PromptError
+from .models import load_target
+from .sampling import SamplingParams
+from .targets.base import Target
+from .text import Message
+from .trace import Round, Statistics, TokenLogprob, statistics
+
+Prompt = str | Many[Message] | Many[int]
+"""A text, a conversation, or token ids."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one prompt.
+
+    tokens: every emitted token, the one that ended it included. text: without that token and without the stop string.
+    finish_reason: ``stop``, ``length``, ``cancelled`` or ``error`` (then `error` says why, and `text` is what came before).
+    logprobs: one entry a token, if asked for. seed: with rule `coupled` it gives the same text again.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    stats: Statistics
+    rounds: tuple[Round, ...]
+    prompt_tokens: int
+    seed: int
+    rule: str
+    lossy: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added to one sequence. pieces: the text in parts, with whether each was drafted."""
+
+    sequence: int
+    text: str
+    tokens: tuple[int, ...]
+    pieces: tuple[tuple[str, bool], ...]
+    finish_reason: str | None
+    round: Round | None
+
+
+class Engine:
+    """A target with a drafter.
+
+    draft: most tokens to draft in a round, or a Pace that decides. accept: name of the accept rule; by default `coupled`
+    when a seed is given, else the longest exact rule for what the drafter draws.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, draft: int | Pace = 8, accept: str | None = None):
+        if isinstance(draft, int) and not 0 <= draft <= 1024:
+            raise ParameterError(f"draft must be from 0 to 1024; got {draft}")
+        if accept is not None:
+            find_rule(accept)
+        if accept == "block" and drafter.drafts_trees:
+            raise ParameterError(
+                "the accept rule 'block' is defined for chains, and this drafter draws trees; use 'rejection' or 'coupled'"
+            )
+        self.target = target
+        self.drafter = drafter
+        self.pace: Pace = Fixed(draft) if isinstance(draft, int) else draft
+        self.accept = accept
+
+    def rule_for(self, params: SamplingParams) -> str:
+        """The accept rule in force for `params`."""
+        if self.accept:
+            return self.accept
+        if params.seed is not None:
+            return "coupled"
+        return "rejection" if self.drafter.drafts_trees else "block"
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt of any kind."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
+            return list(cast(Many[int], prompt))
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        if self.target.tokenizer is None:
+            raise PromptError(f"{self.target.name} has no tokenizer: give token ids")
+        if isinstance(prompt, str):
+            return self.target.tokenizer.encode(prompt)
+        return self.target.tokenizer.chat(cast(Many[Message], prompt))
+
+    def sequences(self, prompts: Many[Prompt], params: SamplingParams | Many[SamplingParams], n: int = 1) -> list[Sequence]:
+        """A Sequence for each prompt and choice, not yet opened."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ParameterError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
+        if len({self.rule_for(p) for p in each}) > 1:
+            raise ParameterError("prompts of one batch need one accept rule: give all of them a seed or none, or name a rule")
+        if any(p.prediction is not None for p in each) and not self.drafter.takes_prediction:
+            raise ParameterError(
+                f"the drafter {self.drafter.name!r} does not use a prediction; take 'prediction' or 'suffix', or leave it out"
+            )
+        made: list[Sequence] = []
+        for prompt, p in zip(prompts, each):
+            ids = self.encode(prompt)
+            for choice in range(n):
+                made.append(Sequence(self.target, ids, p, self.rule_for(p), choice, len(made)))
+        return made
+
+    def decode(self, sequences: Many[Sequence]) -> Iterator[Round]:
+        """The Rounds of these sequences, decoded together."""
+        rule = sequences[0].sampler.rule if sequences else "block"
+        return decode(self.target, self.drafter, sequences, rule, self.pace)
+
+    def generate(
+        self,
+        prompt: Prompt | Many[Prompt],
+        params: SamplingParams | Many[SamplingParams] | None = None,
+        n: int = 1,
+        **values: Any,
+    ) -> Any:
+        """A Result for one prompt; a list of Results for a list of prompts, or when `n` asks for several choices of one.
+
+        prompt: a text, a conversation (messages), token ids, or a list of any of these, decoded together.
+        params, or its fields by name. Raises PromptError and ParameterError for what cannot be decoded, and LogitsError
+        when the target's logits are no distribution (for a list the Result says so instead).
+        """
+        many = _is_list_of_prompts(prompt)
+        sequences = self.sequences(self._as_list(prompt), _params(params, values), n)
+        rounds: dict[int, list[Round]] = defaultdict(list)
+        self._share_prompts(sequences, n)
+        for round in self.decode(sequences):
+            rounds[round.sequence].append(round)
+        results = [self._result(s, rounds[s.number]) for s in sequences]
+        if many or n > 1:
+            return results
+        if results[0].error:
+            raise LogitsError(results[0].error)
+        return results[0]
+
+    def stream(
+        self,
+        prompt: Prompt | Many[Prompt],
+        params: SamplingParams | Many[SamplingParams] | None = None,
+        n: int = 1,
+        **values: Any,
+    ) -> Iterator[Chunk]:
+        """Like `generate`, a Chunk for each round as it comes. Closing the iterator ends the decoding and frees its memory."""
+        sequences = self.sequences(self._as_list(prompt), _params(params, values), n)
+        return self._stream(sequences, n)
+
+    def _stream(self, sequences: list[Sequence], n: int = 1) -> Iterator[Chunk]:
+        self._share_prompts(sequences, n)
+        silent = {s.number for s in sequences}
+        for round in self.decode(sequences):
+            silent.discard(round.sequence)
+            yield Chunk(round.sequence, round.text, round.emitted, round.pieces, round.finish, round)
+            if round.error and len(sequences) == 1:
+                raise LogitsError(round.error)
+        for number in sorted(silent):  # no room for a single token
+            yield Chunk(number, "", (), (), sequences[number].finish, None)
+
+    def chat(self, messages: Many[Message] = ()) -> Chat:
+        """A conversation that keeps its cache between turns."""
+        return Chat(self, messages)
+
+    def close(self) -> None:
+        """Free the drafter. The target's memory goes with the last reference to it."""
+        self.drafter.close()
+
+    def _share_prompts(self, sequences: list[Sequence], n: int) -> None:
+        """Several choices of one prompt prefill it once and fork."""
+        for at in range(0, len(sequences) if n > 1 else 0, n):
+            first, *others = sequences[at : at + n]
+            open_sequence(self.target, self.drafter, first)
+            for other in others:
+                other.attach(self.target.open(first.slot, first.slot.length), first.state.fork(other.sampler))
+
+    def _as_list(self, prompt: Any) -> list[Prompt]:
+        return list(prompt) if _is_list_of_prompts(prompt) else [prompt]
+
+    @staticmethod
+    def _result(s: Sequence, rounds: list[Round]) -> Result:
+        logprobs = None
+        if s.params.logprobs is not None:
+            logprobs = tuple(entry for r in rounds for entry in r.logprobs or ())
+        return Result(
+            text=s.text,
+            tokens=tuple(s.output),
+            finish_reason=s.finish or "cancelled",
+            logprobs=logprobs,
+            stats=statistics(rounds),
+            rounds=tuple(rounds),
+            prompt_tokens=s.prompt_length,
+            seed=s.sampler.seed,
+            rule=s.sampler.rule,
+            lossy=find_rule(s.sampler.rule)[1],
+            error=s.error,
+        )
+
+
+class Chat:
+    """A conversation. Each turn reuses the cache of what the turns have in common."""
+
+    def __init__(self, engine: Engine, messages: Many[Message] = ()):
+        self.engine = engine
+        self.messages: list[Message] = list(messages)
+        self._last: Sequence | None = None
+
+    def send(self, text: str, params: SamplingParams | None = None, **values: Any) -> Iterator[Chunk]:
+        """Say `text`; yields the answer as it comes. The turn joins `messages` when the answer is complete or given up."""
+        turn = [*self.messages, {"role": "user", "content": text}]
+        (sequence,) = self.engine.sequences([turn], _params(params, values))
+        self._reuse(sequence)
+        return self._stream(sequence, turn)
+
+    def _stream(self, sequence: Sequence, turn: list[Message]) -> Iterator[Chunk]:
+        sequence.keep_open = True
+        self._last = sequence
+        try:
+            yield from self.engine._stream([sequence])
+        finally:
+            self.messages = [*turn, {"role": "assistant", "content": sequence.text}]
+
+    def _reuse(self, sequence: Sequence) -> None:
+        last, self._last = self._last, None
+        held = last and last.detach()
+        if last is None or not held:
+            return
+        slot, state = held
+        known = last.tokens[: slot.length]
+        most = min(len(known), len(sequence.tokens) - 1)
+        common = next((i for i in range(most) if known[i] != sequence.tokens[i]), most)
+        self.engine.target.truncate(slot, common)
+        state.truncate(common)
+        state.sampler = sequence.sampler
+        sequence.attach(slot, state)
+
+    def close(self) -> None:
+        """Free the conversation's cache."""
+        if held := self._last and self._last.detach():
+            slot, state = held
+            self.engine.target.close(slot)
+            state.close()
+        self._last = None
+
+
+def load(
+    target: str | Target,
+    drafter: str | Drafter | None = "suffix",
+    options: Mapping[str, Any] | None = None,
+    draft: int | Pace = 8,
+    accept: str | None = None,
+    **loading: Any,
+) -> Engine:
+    """An Engine for `target` with `drafter`.
+
+    target: a packaged model's name, a folder, a hub id, or a Target. drafter: a name of the table (`outrider drafters`), the
+    path or hub id of a smaller model, a Drafter, or None for plain decoding; options: its own. draft, accept: as `Engine`
+    has them. loading: ``device``, ``dtype``, ``device_map``, ``trust_remote_code``, ``revision``, as
+    `TransformersTarget.load` takes them.
+    """
+    if not isinstance(target, Target):
+        target = load_target(target, **loading)
+    elif loading:
+        raise ParameterError(f"{', '.join(loading)}: the target is loaded already")
+    if not isinstance(drafter, Drafter):
+        passed = {name: loading[name] for name in ("device", "dtype", "trust_remote_code") if name in loading}
+        drafter = load_drafter(drafter or "none", target, options, **passed)
+    elif options:
+        raise ParameterError("options: the drafter is made already")
+    return Engine(target, drafter, draft, accept)
+
+
+def _params(params: Any, values: dict[str, Any]) -> Any:
+    if params is None:
+        return SamplingParams.make(**values)
+    if values:
+        if not isinstance(params, SamplingParams):
+            raise ParameterError(f"give {', '.join(values)} in each of the sampling parameters")
+        SamplingParams.make(**values)  # for its message about unknown names
+        return replace(params, **values)
+    return params
+
+
+def _is_list_of_prompts(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))

@@ -1,0 +1,192 @@
+"""Attention over one KV cache per sequence, with all rows of all sequences on one axis.
+
+transformers' models call the function registered here through `AttentionInterface`, once for each layer, with the queries,
+keys and values of a whole pass ``[1, heads, Σn, d]``. It stores each sequence's new keys behind that sequence's old ones and
+attends with that tree's own mask: no padded rows, and the linear layers see one dense batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from ..tree import DraftTree
+from .base import Slot
+
+NAME = "outrider"
+FEW_ROWS = 64
+"""Up to here grouped matrix products beat the fused kernel, which would repeat keys and values for each query head."""
+FIRST_CAPACITY = 256
+
+
+class KVSlot(Slot):
+    """Keys and values of one sequence: for each layer ``[kv_heads, capacity, d]``, of which `length` rows are kept."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.pending = 0  # rows of the last pass, behind the kept ones, until commit
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the pass's ``[kv_heads, n, d]`` and return everything the rows may see, ``[kv_heads, length + n, d]``."""
+        end = self.length + key.shape[1]
+        for store, new in ((self.keys, key), (self.values, value)):
+            held = store.get(layer)
+            if held is None or held.shape[1] < end:
+                grown = new.new_empty(new.shape[0], max(FIRST_CAPACITY, 2 * end if held is not None else end), new.shape[2])
+                if held is not None:
+                    grown[:, : self.length] = held[:, : self.length]
+                store[layer] = held = grown
+            held[:, self.length : end] = new
+        return self.keys[layer][:, :end], self.values[layer][:, :end]
+
+    def commit(self, path: list[int]) -> None:
+        """Keep these rows of the last pass, in this order, right behind the kept ones."""
+        if path != list(range(len(path))):
+            for store in (self.keys, self.values):
+                for held in store.values():
+                    rows = torch.tensor(path, device=held.device) + self.length
+                    held[:, self.length : self.length + len(path)] = held[:, rows]
+        self.length += len(path)
+        self.pending = 0
+
+    def copy(self, length: int) -> KVSlot:
+        """A slot of its own with the first `length` rows."""
+        slot = KVSlot()
+        slot.length = length
+        for mine, theirs in ((self.keys, slot.keys), (self.values, slot.values)):
+            for layer, held in mine.items():
+                theirs[layer] = held[:, : max(length, 1)].clone()
+        return slot
+
+    def free(self) -> None:
+        self.keys.clear()
+        self.values.clear()
+        self.length = self.pending = 0
+        self.closed = True
+
+
+@dataclass
+class Segment:
+    """One sequence's rows in a pass: `first` to `first + n` on the common axis."""
+
+    slot: KVSlot
+    tree: DraftTree
+    first: int
+    masks: dict[tuple[int | None, torch.device, torch.dtype], Tensor | None] = field(default_factory=dict)
+
+    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
+        """What to add to the scores of all columns ``[n, length + n]``, or of the last n ``[n, n]``; None for nothing.
+
+        window: a row sees only keys of positions above its own minus `window`.
+        """
+        key = (window, like.device, like.dtype)
+        if key not in self.masks:
+            self.masks[key] = self._mask(window, like)
+        return self.masks[key]
+
+    def _mask(self, window: int | None, like: Tensor) -> Tensor | None:
+        n, length = len(self.tree), self.slot.length
+        reaches_past = window is not None and length + self.tree.depth >= window
+        if n == 1 and not reaches_past:
+            return None
+        hidden = ~self.tree.ancestors()
+        if reaches_past and window is not None:
+            depths = torch.tensor(self.tree.depths)
+            position = torch.cat([torch.arange(length), length + depths])
+            hidden = torch.cat([torch.zeros(n, length, dtype=torch.bool), hidden], dim=1)
+            hidden |= position[None] <= (length + depths)[:, None] - window
+        return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf).to(like.device)
+
+
+@dataclass
+class Pass:
+    """What the attention function needs to know about the pass in progress, and what it saw."""
+
+    segments: list[Segment]
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """Sliding window of each layer that was called."""
+
+
+class PassCache(Cache):
+    """Hands the pass's own keys and values to the attention function, which does the storing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, heads, Σn, d]
+    key: Tensor,  # [1, kv_heads, Σn, d]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    outrider_pass: Pass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function behind AttentionInterface: returns ``[1, Σn, heads, d]``."""
+    if outrider_pass is None:
+        raise RuntimeError("this model was set up by Outrider; call it through its target, or load another copy")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    outrider_pass.windows[layer] = sliding_window
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    parts = []
+    for segment in outrider_pass.segments:
+        rows = slice(segment.first, segment.first + len(segment.tree))
+        keys, values = segment.slot.append(layer, key[0, :, rows], value[0, :, rows])
+        mask = segment.mask(sliding_window, query)
+        parts.append(_attention(query[0, :, rows], keys, values, mask, scaling, softcap, s_aux))
+    return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None], None
+
+
+def _attention(
+    q: Tensor,  # [heads, n, d]
+    keys: Tensor,  # [kv_heads, m, d]
+    values: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax attention of n rows over m keys; ``[n, heads, d]``. mask: added to the last columns that it covers."""
+    heads, n, _ = q.shape
+    kv_heads, m, _ = keys.shape
+    if n > FEW_ROWS and softcap is None and sinks is None:
+        if mask is not None and mask.shape[1] < m:
+            mask = torch.nn.functional.pad(mask, (m - mask.shape[1], 0))
+        repeat = heads // kv_heads
+        if repeat > 1:
+            keys, values = keys.repeat_interleave(repeat, 0), values.repeat_interleave(repeat, 0)
+        x = torch.nn.functional.scaled_dot_product_attention(q[None], keys[None], values[None], mask, scale=scaling)
+        return x[0].transpose(0, 1)
+    grouped = q.reshape(kv_heads, heads // kv_heads * n, -1)
+    scores = (grouped @ keys.transpose(1, 2)).mul_(scaling)  # [kv_heads, group * n, m]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(heads, n, m)
+    if mask is not None:
+        scores[:, :, m - mask.shape[1] :] += mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(heads, n, 1).to(scores.dtype)], dim=-1)
+    exact = scores if scores.dtype == torch.float64 else scores.float()
+    weights = exact.softmax(dim=-1).to(values.dtype)[:, :, :m]
+    return (weights.reshape(kv_heads, -1, m) @ values).view(heads, n, -1).transpose(0, 1)
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,350 @@
+"""Targets from Hugging Face: any causal language model of transformers whose attention can be chosen.
+
+Nothing is patched: the model's own modules compute everything but the attention, which goes through transformers' public
+`AttentionInterface` to `attention.attend`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LoadError, ParameterError
+from ..text import Message
+from ..tree import DraftTree
+from .attention import NAME, KVSlot, Pass, PassCache, Segment
+from .base import LayerKey, Output, Slot, Target
+
+PREFILL_ROWS = 512
+GROWING_ROPE = {"dynamic", "longrope"}  # position tables that depend on the longest sequence of the pass
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer as `text.Tokenizer` has it."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.size = max(tokenizer.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer(text)["input_ids"]
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ParameterError("this model has no chat template; give a plain prompt instead of messages")
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # templates raise errors of their own for turns they do not take
+            raise ParameterError(f"the model's chat template refuses these messages: {error}") from error
+
+    def token_text(self, token: int) -> str:
+        return self._tokenizer.convert_ids_to_tokens(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
+
+class TransformersTarget(Target):
+    """A causal language model of transformers behind one KV cache per slot."""
+
+    def __init__(self, model: Any, tokenizer: HFTokenizer | None = None, name: str = ""):
+        """Takes a model that is already loaded; `load` gets one from a folder or a hub id."""
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        config = self.model.config.get_text_config()
+        self.name = name or config.model_type
+        self.device = self.model.device
+        self.dtype = self.model.dtype
+        self.n_layers = config.num_hidden_layers
+        self.hidden_size = config.hidden_size
+        self.context_length = config.max_position_embeddings
+        self.vocab_size = min(config.vocab_size, tokenizer.size) if tokenizer else config.vocab_size
+        self.eos = _end_tokens(self.model, tokenizer)
+        self.n_parameters = sum(p.numel() for p in self.model.parameters())
+        self._decoder = self.model.get_decoder()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
+        self._one_at_a_time = bool(kinds & GROWING_ROPE)
+        self._refuse_recurrent(config)
+        try:
+            self.model.set_attn_implementation(NAME)
+        except ValueError as error:
+            raise LoadError(
+                f"{self.name}: transformers does not let this architecture's attention be chosen ({error})"
+            ) from error
+        self._probe(config)
+
+    @classmethod
+    def load(
+        cls,
+        source: str,
+        device: str = "auto",
+        dtype: str = "auto",
+        device_map: str | dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+    ) -> TransformersTarget:
+        """A target from a folder, a hub id, or a GGUF file (whose weights become plain floats).
+
+        device: ``auto`` (CUDA, then MPS, then CPU), ``cpu``, ``cuda``, ``cuda:1``, ``mps``. dtype: ``auto`` (the
+        checkpoint's own), ``float32``, ``bfloat16``, ``float16``, ``float64``. device_map: as in transformers, instead of a
+        device. Raises LoadError with one line that says what is wrong.
+        """
+        import transformers
+
+        place: dict[str, Any] = {"pretrained_model_name_or_path": source, "revision": revision or "main"}
+        path = Path(source).expanduser()
+        if path.suffix == ".gguf":
+            place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        elif path.is_dir():
+            place["pretrained_model_name_or_path"] = str(path)
+        looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix == ".gguf"
+        if looks_like_path and not path.exists():
+            raise LoadError(f"no such model folder: {source}")
+        if path.is_dir() and not (path / "config.json").exists():
+            raise LoadError(f"{source} is not a model folder: it has no config.json")
+        wanted = _device(device) if device_map is None else None
+        try:
+            loader: Any = transformers.AutoModelForCausalLM
+            model, info = loader.from_pretrained(
+                **place,
+                dtype=_dtype(dtype),
+                device_map=device_map if wanted is None else {"": wanted},
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**place, trust_remote_code=trust_remote_code)
+        except Exception as error:  # every library below has errors of its own
+            raise LoadError(_reason(source, error)) from error
+        if missing := sorted(info["missing_keys"]):
+            raise LoadError(
+                f"{source} has no weights for {missing[0]} and {len(missing) - 1} more: it is not a complete causal language model"
+            )
+        return cls(model, HFTokenizer(tokenizer), source)
+
+    # ---- slots --------------------------------------------------------------------------------------------------
+
+    def open(self, like: Slot | None = None, length: int = 0) -> KVSlot:
+        if like is None:
+            return KVSlot()
+        with torch.inference_mode():
+            return self._own(like).copy(min(length, like.length))
+
+    def truncate(self, slot: Slot, length: int) -> None:
+        slot.length = min(slot.length, length)
+
+    def commit(self, slot: Slot, path: Sequence[int]) -> None:
+        with torch.inference_mode():
+            self._own(slot).commit(list(path))
+
+    def close(self, slot: Slot) -> None:
+        self._own(slot).free()
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(
+        self, slot: Slot, tokens: Sequence[int], layers: Sequence[LayerKey] = (), logits: bool = False
+    ) -> Iterator[Output]:
+        for start in range(0, len(tokens), PREFILL_ROWS):
+            chunk = DraftTree.chain(tokens[start], tokens[start + 1 : start + PREFILL_ROWS])
+            (output,) = self._run([(self._own(slot), chunk)], layers, logits)
+            self.commit(slot, range(len(chunk)))
+            yield output
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        work: Sequence[tuple[Slot, DraftTree]],
+        layers: Sequence[LayerKey] = (),
+        upto: int | None = None,
+        skip: Sequence[int] = (),
+    ) -> list[Output]:
+        if upto is not None or skip:
+            raise ParameterError("partial passes (upto, skip) are not supported by the transformers target")
+        own = [(self._own(slot), tree) for slot, tree in work]
+        if self._one_at_a_time:
+            return [output for item in own for output in self._run([item], layers, True)]
+        return self._run(own, layers, True)
+
+    def _run(self, work: list[tuple[KVSlot, DraftTree]], layers: Sequence[LayerKey], logits: bool) -> list[Output]:
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for slot, tree in work:
+            segments.append(Segment(slot, tree, first=len(tokens)))
+            tokens += tree.tokens
+            positions += [slot.length + depth for depth in tree.depths]
+            slot.pending = len(tree)
+        run = Pass(segments)
+        with _Recorder(self, layers) as recorder:
+            model = self.model if logits else self._decoder
+            result = model(
+                input_ids=torch.tensor([tokens], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                cache=PassCache(),
+                use_cache=True,
+                outrider_pass=run,
+            )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that the time of the pass is the time of the pass
+        self._last_pass = run
+        outputs = []
+        for segment in segments:
+            rows = slice(segment.first, segment.first + len(segment.tree))
+            hidden = {key: states[rows] for key, states in recorder.states.items()}
+            row_logits = result.logits[0, rows, : self.vocab_size] if logits else None
+            outputs.append(Output(row_logits, hidden, start=segment.slot.length))
+        return outputs
+
+    # ---- what heads borrow --------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        return self.model.get_input_embeddings()(torch.tensor(list(tokens), device=self.device))
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden)[..., : self.vocab_size]
+
+    def memory(self) -> dict[str, int]:
+        weights = {t.data_ptr(): t.numel() * t.element_size() for t in self.model.state_dict().values()}
+        return {"weights": sum(weights.values()), "kv_per_token": self._kv_per_token}
+
+    # ---- what cannot be decoded is refused at load --------------------------------------------------------------
+
+    def _refuse_recurrent(self, config: Any) -> None:
+        kinds = getattr(config, "layer_types", None) or []
+        others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+        if others:
+            which = [i for i, kind in enumerate(kinds) if kind == others[0]]
+            raise LoadError(
+                f"{self.name}: layers {_ranges(which)} are of kind {others[0]!r}, whose state cannot be rolled back; not supported"
+            )
+        if getattr(self.model, "_is_stateful", False):
+            raise LoadError(
+                f"{self.name}: {type(self.model).__name__} keeps a recurrent state, which cannot be rolled back; not supported"
+            )
+
+    def _probe(self, config: Any) -> None:
+        """One small pass: every layer must attend through our function, sliding layers with their window."""
+        slot = self.open()
+        token = min(self.eos, default=0)
+        try:
+            self.forward([(slot, DraftTree((token, token, token), (-1, 0, 0)))])
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise LoadError(f"{self.name}: {type(self.model).__name__} cannot be run one tree at a time ({error})") from error
+        called = self._last_pass.windows
+        if missing := [i for i in range(self.n_layers) if i not in called]:
+            raise LoadError(
+                f"{self.name}: layers {_ranges(missing)} of {type(self.model).__name__} do not attend through AttentionInterface; not supported"
+            )
+        kinds = getattr(config, "layer_types", None) or []
+        if deaf := [i for i, kind in enumerate(kinds) if kind == "sliding_attention" and called[i] is None]:
+            raise LoadError(
+                f"{self.name}: layers {_ranges(deaf)} have a sliding window that {type(self.model).__name__} does not pass on; not supported"
+            )
+        kept = [t for store in (slot.keys, slot.values) for t in store.values()]
+        self._kv_per_token = sum(t.shape[0] * t.shape[2] * t.element_size() for t in kept)
+        self.close(slot)
+
+    @staticmethod
+    def _own(slot: Slot) -> KVSlot:
+        assert isinstance(slot, KVSlot)
+        if slot.closed:
+            raise RuntimeError("the slot is closed")
+        return slot
+
+
+class _Recorder:
+    """Records hidden states of one pass with ordinary module hooks, only while layers are asked for."""
+
+    def __init__(self, target: TransformersTarget, layers: Sequence[LayerKey]):
+        self.states: dict[LayerKey, Tensor] = {}
+        self._handles = []
+        if not layers:
+            return
+        decoder = target._decoder
+        blocks = next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == target.n_layers)
+        for key in layers:
+            if key == "final":
+                handle = decoder.register_forward_hook(self._after(key))
+            elif key == target.n_layers:
+                handle = blocks[-1].register_forward_hook(self._after(key))
+            elif isinstance(key, int) and 0 <= key < target.n_layers:
+                handle = blocks[key].register_forward_pre_hook(self._before(key), with_kwargs=True)
+            else:
+                raise ParameterError(f"no layer {key!r}: hidden states go from 0 to {target.n_layers}, and 'final'")
+            self._handles.append(handle)
+
+    def _before(self, key: LayerKey) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.states[key] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        return hook
+
+    def _after(self, key: LayerKey) -> Any:
+        def hook(_: nn.Module, __: Any, result: Any) -> None:
+            self.states[key] = (result if isinstance(result, Tensor) else result[0])[0]
+
+        return hook
+
+    def __enter__(self) -> _Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _end_tokens(model: Any, tokenizer: HFTokenizer | None) -> frozenset[int]:
+    """Every id that the generation config, the config or the tokenizer calls an end."""
+    found: set[int] = set()
+    owners = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer and tokenizer._tokenizer)
+    for owner in owners:
+        ids = getattr(owner, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = name.split(":")[0]
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if kind not in there:
+        raise ParameterError(f"unknown device {name!r}; known: auto, cpu, cuda, cuda:N, mps")
+    if not there[kind]:
+        raise ParameterError(f"device {name!r} is not available on this machine")
+    return name
+
+
+def _dtype(name: str) -> str | torch.dtype:
+    names = ("auto", "float32", "bfloat16", "float16", "float64")
+    if name not in names:
+        raise ParameterError(f"unknown dtype {name!r}; known: {', '.join(names)}")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _reason(source: str, error: Exception) -> str:
+    text = str(error)
+    if "Unrecognized configuration class" in text or "not a causal" in text.lower():
+        return f"{source} is not a causal language model"
+    if isinstance(error, OSError) and not os.path.exists(source):
+        return f"{source}: no such folder, and no such model in the hub's cache or on the hub ({text.splitlines()[0]})"
+    return f"{source} cannot be loaded: {text.splitlines()[0] if text else type(error).__name__}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > 4 else shown
