@@ -63,7 +63,8 @@ def rejection(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
     if tree.q is not None:
         p = p.cpu()  # one transfer: the tests below look at p and q many times
     at_token = at_tokens(tree, p)
-    path, tests = [0], []
+    path: list[int] = [0]
+    tests: list[Test] = []
     while children := tree.children[path[-1]]:
         node = path[-1]
         q = tree.law(node)

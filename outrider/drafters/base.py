@@ -39,6 +39,8 @@ class Options:
     """A drafter's options; the command line's ``-o name=value`` fills them. Each drafter has its own subclass."""
 
 
+DrafterOptions = Options  # the name of the class, where a drafter's own `Options` hides it
+
 Work = Sequence[tuple[State, Sequence[int], Budget]]
 """For each sequence its state, all its tokens (the last is the anchor) and what may be drafted."""
 
@@ -47,7 +49,7 @@ class Drafter(ABC):
     """Shared by all sequences: weights, options, global statistics."""
 
     name: ClassVar[str]
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[DrafterOptions]] = Options
     layers: Sequence[LayerKey] = ()
     """Target hidden states that `observe` needs."""
     context_length: int | None = None
@@ -55,7 +57,7 @@ class Drafter(ABC):
     takes_prediction: ClassVar[bool] = False
     """Whether it uses the text that the caller expects (`SamplingParams.prediction`)."""
 
-    def __init__(self, options: Options | None = None):
+    def __init__(self, options: DrafterOptions | None = None):
         self.options = options if options is not None else self.Options()
 
     @property
@@ -64,7 +66,7 @@ class Drafter(ABC):
         return getattr(self.options, "shape", "chain") == "tree"
 
     @classmethod
-    def load(cls, target: Target, options: Options, source: str | None = None, **loading: Any) -> Drafter:
+    def load(cls, target: Target, options: DrafterOptions, source: str | None = None, **loading: Any) -> Drafter:
         """A drafter for `target`. source: path or hub id of its weights, for drafters that have some."""
         return cls(options)
 

@@ -7,6 +7,7 @@ attends with that tree's own mask: no padded rows, and the linear layers see one
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,12 @@ class Pass:
     segments: list[Segment]
     windows: dict[int, int | None] = field(default_factory=dict)
     """Sliding window of each layer that was called."""
+    causal: bool = True
+    """Whether every layer calls itself causal."""
+
+
+CURRENT: ContextVar[Pass] = ContextVar("outrider_pass")
+"""The pass in progress. Not every architecture hands extra arguments on to its attention, so it goes around them."""
 
 
 class PassCache(Cache):
@@ -137,17 +144,18 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    outrider_pass: Pass | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function behind AttentionInterface: returns ``[1, Σn, heads, d]``."""
-    if outrider_pass is None:
+    run = CURRENT.get(None)
+    if run is None:
         raise RuntimeError("this model was set up by Outrider; call it through its target, or load another copy")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    outrider_pass.windows[layer] = sliding_window
+    run.windows[layer] = sliding_window
+    run.causal &= bool(getattr(module, "is_causal", True))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
-    for segment in outrider_pass.segments:
+    for segment in run.segments:
         rows = slice(segment.first, segment.first + len(segment.tree))
         keys, values = segment.slot.append(layer, key[0, :, rows], value[0, :, rows])
         mask = segment.mask(sliding_window, query)

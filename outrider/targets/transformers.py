@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import LoadError, ParameterError
 from ..text import Message
 from ..tree import DraftTree
-from .attention import NAME, KVSlot, Pass, PassCache, Segment
+from .attention import CURRENT, NAME, KVSlot, Pass, PassCache, Segment
 from .base import LayerKey, Output, Slot, Target
 
 PREFILL_ROWS = 512
@@ -187,15 +187,18 @@ class TransformersTarget(Target):
             positions += [slot.length + depth for depth in tree.depths]
             slot.pending = len(tree)
         run = Pass(segments)
-        with _Recorder(self, layers) as recorder:
-            model = self.model if logits else self._decoder
-            result = model(
-                input_ids=torch.tensor([tokens], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
-                cache=PassCache(),
-                use_cache=True,
-                outrider_pass=run,
-            )
+        model = self.model if logits else self._decoder
+        running = CURRENT.set(run)
+        try:
+            with _Recorder(self, layers) as recorder:
+                result = model(
+                    input_ids=torch.tensor([tokens], device=self.device),
+                    position_ids=torch.tensor([positions], device=self.device),
+                    cache=PassCache(),
+                    use_cache=True,
+                )
+        finally:
+            CURRENT.reset(running)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that the time of the pass is the time of the pass
         self._last_pass = run
@@ -229,7 +232,8 @@ class TransformersTarget(Target):
         if others:
             which = [i for i, kind in enumerate(kinds) if kind == others[0]]
             raise LoadError(
-                f"{self.name}: layers {_ranges(which)} are of kind {others[0]!r}, whose state cannot be rolled back; not supported"
+                f"{self.name}: layers {_ranges(which)} are of kind {others[0]!r}; only full and sliding attention keep a cache that "
+                "can be rolled back, so this architecture is not supported"
             )
         if getattr(self.model, "_is_stateful", False):
             raise LoadError(
@@ -239,11 +243,13 @@ class TransformersTarget(Target):
     def _probe(self, config: Any) -> None:
         """One small pass: every layer must attend through our function, sliding layers with their window."""
         slot = self.open()
-        token = min(self.eos, default=0)
+        token = min((t for t in self.eos if t < self.vocab_size), default=0)
         try:
             self.forward([(slot, DraftTree((token, token, token), (-1, 0, 0)))])
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise LoadError(f"{self.name}: {type(self.model).__name__} cannot be run one tree at a time ({error})") from error
+        if not self._last_pass.causal:
+            raise LoadError(f"{self.name} is not a causal language model: its attention looks both ways")
         called = self._last_pass.windows
         if missing := [i for i in range(self.n_layers) if i not in called]:
             raise LoadError(
