@@ -61,10 +61,16 @@ class SamplingParams:
     prediction: str | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for name, kind, what in (
+            ("stop", tuple, "strings"),
+            ("stop_token_ids", tuple, "token ids"),
+            ("logit_bias", dict, "a bias for each token id"),
+        ):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, (value,) if name == "stop" and isinstance(value, str) else kind(value))
+            except (TypeError, ValueError):
+                raise ParameterError(f"{name} must hold {what}; got {value!r}") from None
         for name, allowed, ok in (
             ("temperature", "0 or more", lambda v: 0 <= v < math.inf),
             ("top_k", "a whole number, 0 (off) or more", lambda v: v >= 0 and v == int(v)),
@@ -85,15 +91,22 @@ class SamplingParams:
                 fine = False
             if not fine:
                 raise ParameterError(f"{name} must be {allowed}; got {value!r}")
+            if name in ("top_k", "min_tokens", "max_tokens", "logprobs", "seed") and value is not None:
+                object.__setattr__(self, name, int(value))  # JSON may say 5.0
         if self.min_tokens > self.max_tokens:
             raise ParameterError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if any(not isinstance(s, str) or not s for s in stop):
+        if any(not isinstance(s, str) or not s for s in self.stop):
             raise ParameterError(f"stop must hold non-empty strings; got {self.stop!r}")
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
+            number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+            if not _is_token(token) or not number or not -100 <= bias <= 100:
                 raise ParameterError(f"logit_bias must map token ids to numbers from -100 to 100; got {token!r}: {bias!r}")
-        if any(not isinstance(t, int) or t < 0 for t in self.stop_token_ids):
+        if not all(map(_is_token, self.stop_token_ids)):
             raise ParameterError(f"stop_token_ids must hold token ids; got {self.stop_token_ids!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ParameterError(f"ignore_eos must be true or false; got {self.ignore_eos!r}")
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise ParameterError(f"prediction must be None or a text; got {self.prediction!r}")
 
     @classmethod
     def make(cls, **values: object) -> SamplingParams:
@@ -105,11 +118,16 @@ class SamplingParams:
         return cls(**values)  # type: ignore[arg-type]
 
 
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 class Stream:
     """Uniform numbers in [0, 1) that are never used twice."""
 
     def __init__(self, seed: int, choice: int, name: int):
-        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, choice, name))))
+        words = (seed & 0xFFFFFFFF, seed >> 32, choice, name)  # of one width each: (seed, choice, name) alone would collide
+        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
     def uniform(self) -> float:
         return float(self._generator.random())
@@ -177,7 +195,7 @@ def exponential_noise(seed: int, choice: int, position: int, tokens: Tensor) -> 
     x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
     x = x ^ shifted(x, 31)
-    uniform = (shifted(x, 11).to(torch.float64) + 0.5) * 2.0**-53  # in (0, 1)
+    uniform = (shifted(x, 12).to(torch.float64) + 0.5) * 2.0**-52  # in (0, 1), without rounding
     return -uniform.log()
 
 
@@ -254,7 +272,10 @@ class Sampler:
             tokens = keep.nonzero()[:, 0]
             order = scores[tokens].sort(descending=True, stable=True).indices
             return tokens[order].tolist(), None
-        q = self._law(row, [path], [len(path)])[0]
+        try:
+            q = self._law(row, [path], [len(path)])[0]
+        except LogitsError:  # nothing is left of the drafter's vocabulary
+            return [], None
         if self.rule == "coupled":
             return self.coupled(q, len(path), k), None
         if k == 1:
@@ -295,7 +316,8 @@ class Sampler:
             )
         if self.greedy:
             return torch.zeros_like(x).scatter_(1, token[:, None], 1.0)
-        return self._filtered(x / self.params.temperature).softmax(dim=-1)
+        temperature = min(max(self.params.temperature, 1e-30), 1e30)  # beyond float32 the quotients would be NaN
+        return self._filtered((x - best[:, None]) / temperature).softmax(dim=-1)
 
     def _processed(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, depths: Sequence[int]) -> Tensor:
         """Penalties, bias and min_tokens; float32 or float64 ``[n, V]``, the argument itself when there are none."""
@@ -319,7 +341,7 @@ class Sampler:
         seen = sorted(self._prompt | self._counts.keys())
         raw = x.clone()
         every = torch.arange(len(x), device=x.device)[:, None]
-        columns = torch.tensor(seen, device=x.device)
+        columns = torch.tensor(seen, dtype=torch.int64, device=x.device)
         x[every, columns] = self._penalty(raw[every, columns], [[self._counts[t] for t in seen]])
         entries = [  # what the row's own path adds
             (row, token, self._counts[token] + times)
@@ -335,7 +357,7 @@ class Sampler:
         params = self.params
         times = torch.as_tensor(counts, dtype=raw.dtype, device=raw.device)
         x = torch.where(raw > 0, raw / params.repetition_penalty, raw * params.repetition_penalty)
-        return x - params.frequency_penalty * times - params.presence_penalty * (times > 0)
+        return x - params.frequency_penalty * times - params.presence_penalty * (times > 0).to(raw.dtype)
 
     def _filtered(self, x: Tensor) -> Tensor:
         """top_k, top_p and min_p: everything they exclude becomes -inf. x: ``[n, V]`` logits over the temperature."""
