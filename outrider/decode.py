@@ -216,7 +216,7 @@ def open_sequence(target: Target, drafter: Drafter, sequence: Sequence) -> None:
     for output in target.prefill(sequence.slot, new, layers=drafter.layers):
         rows = range(sequence.slot.length - output.start)
         drafter.observe([(sequence.state, sequence.tokens, output, rows)])
-    sequence.prefill_ns = time.perf_counter_ns() - began
+    sequence.prefill_ns += time.perf_counter_ns() - began
     if sequence.room <= 0:
         sequence.finish = "length"
 
