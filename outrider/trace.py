@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, Iterable, Sequence
 
@@ -118,6 +119,8 @@ class Statistics:
     """Rounds in which it was kept."""
     seconds: dict[str, float]
     """By phase."""
+    whole_passes: float = 0.0
+    """Passes of the target, where one that served several sequences is divided among them."""
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -167,6 +170,11 @@ def statistics(rounds: Iterable[Round]) -> Statistics:
     reached: Counter[int] = Counter()
     kept: Counter[int] = Counter()
     for r in rounds:
+        if len(r.path) > len(r.tokens) or len(r.emitted) > len(r.path):
+            raise OutriderError(
+                f"impossible figures: round {r.number} of sequence {r.sequence} proposed {r.proposed}, kept {len(r.path) - 1} "
+                f"and emitted {len(r.emitted)} tokens"
+            )
         accepted = r.accepted
         for depth in range(1, accepted + 1):
             reached[depth] += 1
@@ -185,6 +193,27 @@ def statistics(rounds: Iterable[Round]) -> Statistics:
         reached_by_depth=tuple(reached[d] for d in range(1, max(reached, default=0) + 1)),
         accepted_by_depth=tuple(kept[d] for d in range(1, max(reached, default=0) + 1)),
         seconds=seconds,
+        whole_passes=sum(1 / r.sequences for r in rounds),
+    )
+    figures.check()
+    return figures
+
+
+def combine(parts: Iterable[Statistics]) -> Statistics:
+    """Figures of several decodings together, as if all their Rounds had been given to `statistics`."""
+    parts = list(parts)
+
+    def by_depth(name: str) -> tuple[int, ...]:
+        return tuple(map(sum, zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)))
+
+    figures = Statistics(
+        **{
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("sequences", "passes", "rows", "proposed", "accepted", "emitted", "whole_passes")
+        },
+        reached_by_depth=by_depth("reached_by_depth"),
+        accepted_by_depth=by_depth("accepted_by_depth"),
+        seconds={f.name: sum(part.seconds[f.name] for part in parts) for f in fields(Times)},
     )
     figures.check()
     return figures
