@@ -137,7 +137,7 @@ class Engine:
         self._share_prompts(sequences, n)
         for round in self.decode(sequences):
             rounds[round.sequence].append(round)
-        results = [self._result(s, rounds[s.number]) for s in sequences]
+        results = [self.result(s, rounds[s.number]) for s in sequences]
         if many or n > 1:
             return results
         if results[0].error:
@@ -186,7 +186,8 @@ class Engine:
         return list(prompt) if _is_list_of_prompts(prompt) else [prompt]
 
     @staticmethod
-    def _result(s: Sequence, rounds: list[Round]) -> Result:
+    def result(s: Sequence, rounds: Many[Round]) -> Result:
+        """What came of a sequence, from its Rounds."""
         logprobs = None
         if s.params.logprobs is not None:
             logprobs = tuple(entry for r in rounds for entry in r.logprobs or ())
