@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .errors import LogitsError, ParameterError
+from .text import Tokenizer
 from .tree import DraftTree
 
 
@@ -215,7 +216,7 @@ class Sampler:
         end_tokens: frozenset[int] = frozenset(),
         rule: str = "rejection",
         choice: int = 0,
-        tokenizer: object = None,
+        tokenizer: Tokenizer | None = None,
     ):
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:

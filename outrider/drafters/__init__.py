@@ -88,7 +88,7 @@ def make_options(cls: type[Options], values: Mapping[str, Any], drafter: str) ->
 
 
 def _convert(name: str, value: Any, wanted: Any) -> Any:
-    optional = isinstance(wanted, types.UnionType)
+    optional = typing.get_origin(wanted) in (types.UnionType, typing.Union)
     (kind,) = [t for t in typing.get_args(wanted) if t is not type(None)] if optional else [wanted]
     if value is None and optional:
         return None

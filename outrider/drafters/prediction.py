@@ -170,4 +170,4 @@ def _expected_tokens(sampler: Sampler, options: PredictionOptions) -> list[int]:
         )
     if sampler.tokenizer is None:
         raise ParameterError("the drafter 'prediction' needs a tokenizer, and this target has none")
-    return sampler.tokenizer.encode_plain(text)  # type: ignore[attr-defined]
+    return sampler.tokenizer.encode_plain(text)

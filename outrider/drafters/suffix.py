@@ -74,7 +74,7 @@ class SuffixState(IndexState):
         if self.prediction:
             if self.sampler.tokenizer is None:
                 raise ParameterError("prediction needs a tokenizer, and this target has none")
-            for token in (*self.sampler.tokenizer.encode_plain(self.prediction), BORDER):  # type: ignore[attr-defined]
+            for token in (*self.sampler.tokenizer.encode_plain(self.prediction), BORDER):
                 self.automaton.append(token)
 
     def catch_up(self, tokens: Sequence[int]) -> None:
