@@ -1,0 +1,173 @@
+"""What the tests of the loop share: running a few sequences to their end, drafters made for it, tiny random models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+import torch
+
+from outrider.decode import Fixed, decode
+from outrider.decode import Sequence as Decoded
+from outrider.drafters import Drafter, NoDrafter
+from outrider.drafters.replay import ReplayDrafter, ReplayOptions
+from outrider.sampling import SamplingParams
+from outrider.targets.base import Target
+from outrider.targets.transformers import TransformersTarget
+from outrider.trace import Round, TokenLogprob, statistics
+from outrider.tree import Budget, DraftTree
+
+# ---- running ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What decoding must agree on, whatever was drafted."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish: str | None
+    logprobs: tuple[TokenLogprob, ...]
+
+
+def run(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    rule: str = "block",
+    draft: int = 4,
+    choices: Sequence[int] | None = None,
+) -> tuple[list[Outcome], list[list[Round]]]:
+    """Decode `prompts` together; the outcome and the Rounds of each, checked for what must hold in any case."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    numbers = choices or [0] * len(prompts)
+    sequences = [Decoded(target, p, q, rule, c, i) for i, (p, q, c) in enumerate(zip(prompts, each, numbers))]
+    rounds: list[list[Round]] = [[] for _ in sequences]
+    for r in decode(target, drafter, sequences, rule, Fixed(draft)):
+        rounds[r.sequence].append(r)
+    for s, own in zip(sequences, rounds):
+        check_figures(s, own)
+    assert getattr(target, "open_slots", 0) == 0, "a slot was left open"
+    outcomes = [
+        Outcome(tuple(s.output), s.text, s.finish, tuple(x for r in own for x in r.logprobs or ()))
+        for s, own in zip(sequences, rounds)
+    ]
+    return outcomes, rounds
+
+
+def plain(target: Target, prompts: Sequence[Sequence[int]], params: Any, rule: str = "block", **more: Any) -> list[Outcome]:
+    return run(target, NoDrafter(), prompts, params, rule, **more)[0]
+
+
+def check_figures(s: Decoded, rounds: Sequence[Round]) -> None:
+    figures = statistics(rounds)
+    assert figures.emitted == len(s.output) == sum(len(r.emitted) for r in rounds)
+    assert figures.accepted <= figures.proposed and figures.emitted <= figures.accepted + figures.passes
+    assert "".join(r.text for r in rounds) == s.text, "the stream is not the text"
+    assert [r.finish for r in rounds[:-1]] == [None] * (len(rounds) - 1)
+    assert not rounds or rounds[-1].finish == s.finish
+    assert len(s.output) <= s.params.max_tokens
+    if s.params.logprobs is not None:
+        entries = [x for r in rounds for x in r.logprobs or ()]
+        assert [x.token for x in entries] == s.output
+    context = s.prompt_length
+    for number, r in enumerate(rounds):
+        assert (r.number, r.context) == (number, context)
+        assert r.proposed <= r.budget.nodes and len(r.path) - 1 <= r.budget.depth
+        assert len(r.emitted) <= r.accepted + 1 <= r.budget.depth + 1
+        assert r.times.total >= 0 and r.rows >= len(r.tokens)
+        context += len(r.emitted)
+
+
+# ---- drafters --------------------------------------------------------------------------------------------------------------
+
+
+class Scripted(ReplayDrafter):
+    """A ReplayDrafter that gives each sequence, as it is opened, the next of `scripts`, and counts what it is asked."""
+
+    def __init__(self, scripts: Sequence[Sequence[int]], **options: Any):
+        super().__init__(ReplayOptions(**options))
+        self._scripts = iter(scripts)
+        self.asked: list[int] = []
+
+    def open(self, sampler: Any) -> Any:
+        state = super().open(sampler)
+        state.script = next(self._scripts)
+        return state
+
+    def propose(self, work: Any) -> list[DraftTree]:
+        self.asked.append(len(work))
+        return super().propose(work)
+
+
+class Bushy(Scripted):
+    """Below each right token two wrong siblings and then the next right one: the accepted path is scattered over the tree."""
+
+    def _tree(self, state: Any, tokens: Sequence[int], length: int) -> DraftTree:
+        nodes, parents, right = [tokens[-1]], [-1], 0
+        vocabulary = state.sampler.vocab_size
+        for token in state.script[len(tokens) : len(tokens) + (length + 2) // 3]:
+            below = right
+            for guess in ((token + 1) % vocabulary, (token + 2) % vocabulary, token):
+                if len(nodes) <= length:
+                    right = len(nodes)
+                    nodes.append(guess)
+                    parents.append(below)
+        return DraftTree(tuple(nodes), tuple(parents))
+
+
+class Whatever(Drafter):
+    """Proposes what `make(tokens, budget, times asked)` returns."""
+
+    name = "whatever"
+
+    def __init__(self, make: Callable[[Sequence[int], Budget, int], DraftTree]):
+        super().__init__()
+        self._make = make
+        self._times = -1
+
+    def open(self, sampler: Any) -> Any:
+        return NoDrafter().open(sampler)
+
+    def propose(self, work: Any) -> list[DraftTree]:
+        self._times += 1
+        return [self._make(tokens, budget, self._times) for _, tokens, budget in work]
+
+
+# ---- tiny models -----------------------------------------------------------------------------------------------------------
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+
+
+def tiny_model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, spread: float = 0.05, **config: Any) -> Any:
+    """A random model of this type. spread: deviation of what is added to the weights; more makes sharper laws."""
+    import transformers
+
+    made = transformers.AutoConfig.for_model(kind, **{**COMMON, **config})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(made).to(dtype).eval()
+        for weights in model.parameters():
+            weights.data.add_(torch.randn_like(weights) * spread)
+    return model
+
+
+def tiny_target(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, spread: float = 0.3, **config: Any):
+    return TransformersTarget(tiny_model(kind, seed, dtype, spread, **config), name=f"tiny-{kind}-{seed}")
+
+
+def letters(model: Any, n: int, seed: int = 0) -> list[int]:
+    """`n` random token ids of `model`, none of them special."""
+    return torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
