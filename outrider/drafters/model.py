@@ -43,17 +43,16 @@ class ModelOptions(Options):
 class ModelState(State):
     """A slot of the draft model, and the tokens whose KV it holds."""
 
-    def __init__(self, sampler: Sampler, model: Target):
+    def __init__(self, sampler: Sampler, model: Target, like: Slot | None = None):
         super().__init__(sampler)
         self.model = model
-        self.slot: Slot = model.open()
+        self.slot: Slot = model.open(like, like.length if like else 0)
         self.fed: list[int] = []
         self.agreed = 0  # tokens known to be fed as they are
         self.foreign = False  # the sequence holds a token that the drafter does not have
 
     def fork(self, sampler: Sampler) -> ModelState:
-        other = ModelState(sampler, self.model)
-        other.slot = self.model.open(self.slot, self.slot.length)
+        other = ModelState(sampler, self.model, self.slot)
         other.fed, other.agreed, other.foreign = list(self.fed), self.agreed, self.foreign
         return other
 
