@@ -20,7 +20,6 @@ from .attention import CURRENT, NAME, KVSlot, Pass, PassCache, Segment
 from .base import LayerKey, Output, Slot, Target
 
 PREFILL_ROWS = 512
-GROWING_ROPE = {"dynamic", "longrope"}  # position tables that depend on the longest sequence of the pass
 
 
 class HFTokenizer:
@@ -67,14 +66,11 @@ class TransformersTarget(Target):
         self.dtype = self.model.dtype
         self.n_layers = config.num_hidden_layers
         self.hidden_size = config.hidden_size
-        self.context_length = config.max_position_embeddings
+        self.context_length = _context_length(config)
         self.vocab_size = min(config.vocab_size, tokenizer.size) if tokenizer else config.vocab_size
-        self.eos = _end_tokens(self.model, tokenizer)
+        self.eos = frozenset(t for t in _end_tokens(self.model, tokenizer) if 0 <= t < self.vocab_size)
         self.n_parameters = sum(p.numel() for p in self.model.parameters())
         self._decoder = self.model.get_decoder()
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = {r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)}
-        self._one_at_a_time = bool(kinds & GROWING_ROPE)
         self._refuse_recurrent(config)
         try:
             self.model.set_attn_implementation(NAME)
@@ -141,14 +137,16 @@ class TransformersTarget(Target):
             return self._own(like).copy(min(length, like.length))
 
     def truncate(self, slot: Slot, length: int) -> None:
-        slot.length = min(slot.length, length)
+        own = self._own(slot)
+        own.length = min(own.length, length)
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         with torch.inference_mode():
             self._own(slot).commit(list(path))
 
     def close(self, slot: Slot) -> None:
-        self._own(slot).free()
+        if not slot.closed:
+            self._own(slot).free()
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -172,10 +170,7 @@ class TransformersTarget(Target):
     ) -> list[Output]:
         if upto is not None or skip:
             raise ParameterError("partial passes (upto, skip) are not supported by the transformers target")
-        own = [(self._own(slot), tree) for slot, tree in work]
-        if self._one_at_a_time:
-            return [output for item in own for output in self._run([item], layers, True)]
-        return self._run(own, layers, True)
+        return self._run([(self._own(slot), tree) for slot, tree in work], layers, True)
 
     def _run(self, work: list[tuple[KVSlot, DraftTree]], layers: Sequence[LayerKey], logits: bool) -> list[Output]:
         segments: list[Segment] = []
@@ -243,7 +238,7 @@ class TransformersTarget(Target):
     def _probe(self, config: Any) -> None:
         """One small pass: every layer must attend through our function, sliding layers with their window."""
         slot = self.open()
-        token = min((t for t in self.eos if t < self.vocab_size), default=0)
+        token = min(self.eos, default=0)
         try:
             self.forward([(slot, DraftTree((token, token, token), (-1, 0, 0)))])
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -311,6 +306,16 @@ class _Recorder:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _context_length(config: Any) -> int:
+    """Most tokens of a sequence. Under `longrope` only up to where the model changes its position table: the keys in the cache
+    were made with the first one, and which one a row gets would depend on the longest row of its pass.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = config.max_position_embeddings
+    kinds = [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") == "longrope"]
+    return min([longest, *(r.get("original_max_position_embeddings", longest) for r in kinds)])
 
 
 def _end_tokens(model: Any, tokenizer: HFTokenizer | None) -> frozenset[int]:
