@@ -72,6 +72,7 @@ def test_llama(name: str, shape: str) -> None:
         drafter = ModelDrafter(llama(1, noise=2))
     elif name == "prediction":
         params = each_seed(16, prediction=wanted[0].text)
+        drafter = load_drafter(name, t, options)
     elif name == "replay":
         drafter = load_drafter(name, t, {**options, "script": [*PROMPT, *wanted[0].tokens], "wrong_at": 1})
     else:
