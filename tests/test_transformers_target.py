@@ -338,11 +338,11 @@ def test_plain_decoding_is_generate(case: str) -> None:
     wanted = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.3}
+        options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.8, "eos_token_id": None}
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         wanted.append(tuple(out[0, len(prompt) :].tolist()))
     t = TransformersTarget(model)
-    params = SamplingParams(max_tokens=30, repetition_penalty=1.3)
+    params = SamplingParams(max_tokens=30, repetition_penalty=1.8, ignore_eos=True)
     assert [o.tokens for o in plain(t, prompts, params)] == wanted
     assert any(len(set(tokens)) > 5 for tokens in wanted)
 
