@@ -1,0 +1,1 @@
+"""Measuring: prompts, a runner that always has plain decoding beside every configuration, and reports."""

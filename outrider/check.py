@@ -1,0 +1,226 @@
+"""Whether a pair of target and drafter fits, what it costs, and what speed-up to expect: measured, then computed.
+
+Expected speed-up at acceptance rate a and draft length k: ``(1 - a^(k+1)) / (1 - a)`` tokens per pass (Leviathan et al. 2023)
+over ``(c(k+1) + draft(k)) / c(1)``, where c(n) is the measured cost of a pass over n rows and draft(k) that of drafting k
+tokens. The overhead of the loop itself is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Sequence
+
+from .decode import Sequence as Decoding
+from .decode import close_sequence, open_sequence
+from .drafters import Drafter
+from .errors import PromptError
+from .sampling import SamplingParams
+from .targets.base import Target
+from .tree import Budget, DraftTree
+
+ROWS = (1, 2, 4, 8, 16)
+DRAFTS = (1, 2, 3, 4, 6, 8, 12, 15)
+RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
+REPEATS = 7
+WORTH = 1.05
+"""Least expected speed-up that is called worth it: less than this drowns in the loop's own overhead."""
+
+TEXT = """\
+The harbour master keeps a book in which every ship is entered with its name, its captain, the port it came from and the goods
+it carries. In the year 1874 there were 312 entries, most of them barges with timber or coal; in 1912 there were 1,906. When the
+railway came, the number fell again, because grain and wool could now be sent inland within a day. "We have more clerks than
+ships," wrote the master in a letter of 3 May 1921, and asked for a smaller office. The reply is lost. What remains is a drawing
+of the quay: six cranes, a row of sheds, a narrow house with a bell, and in front of it two children who sell fish from a cart.
+A later hand has added prices in pencil (cod 4d, herring 1d, eel 6d) and the words: do not clean this slate before Friday.
+"""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Median milliseconds. rows: of a pass of the target over so many rows. draft: of proposing the first token; step: of each
+    further one. context: tokens before them.
+    """
+
+    context: int
+    rows: dict[int, float]
+    draft: float
+    step: float
+
+    def target(self, n: int) -> float:
+        """A pass over n rows, between measured numbers of rows by a straight line."""
+        known = sorted(self.rows)
+        upper = next((k for k in known if k >= n), known[-1])
+        lower = max((k for k in known if k <= n), default=known[0])
+        if upper == lower:
+            return self.rows[upper]
+        return self.rows[lower] + (self.rows[upper] - self.rows[lower]) * (n - lower) / (upper - lower)
+
+    def drafting(self, k: int) -> float:
+        """Proposing k tokens."""
+        return self.draft + (k - 1) * self.step
+
+    def speedup(self, rate: float, k: int) -> float:
+        """Expected speed over plain decoding when each drafted token is accepted with probability `rate`."""
+        return (1 - rate ** (k + 1)) / (1 - rate) / ((self.target(k + 1) + self.drafting(k)) / self.target(1))
+
+    def best(self, rate: float) -> tuple[int, float]:
+        """The best draft length at this acceptance rate, and its expected speed-up."""
+        gain, k = max((self.speedup(rate, k), -k) for k in DRAFTS)
+        return -k, gain
+
+    def break_even(self) -> float | None:
+        """The lowest acceptance rate, in steps of 0.01, from which some draft length gains; None when there is none."""
+        return next((percent / 100 for percent in range(1, 100) if self.best(percent / 100)[1] >= WORTH), None)
+
+
+def measure(target: Target, drafter: Drafter, context: int, rows: Sequence[int] = ROWS, repeats: int = REPEATS) -> Costs:
+    """Measure a pair on `context` tokens of a real text, with different tokens in every row."""
+    tokens = _text(target, context + max(rows))
+    prompt, ahead = tokens[:context], tokens[context:]
+    sequence = Decoding(target, prompt, SamplingParams(max_tokens=max(rows) + 2), "block")
+    try:
+        open_sequence(target, drafter, sequence)
+        costs = _measure_rows(target, sequence, ahead, rows, repeats)
+        few, some = (_measure_draft(drafter, sequence, k, repeats) for k in (1, 8))
+    finally:
+        close_sequence(target, sequence)
+    more = some[1] - few[1]
+    step = max(0.0, (some[0] - few[0]) / more) if more > 0 else 0.0
+    return Costs(context, costs, few[0], step)
+
+
+def _text(target: Target, length: int) -> list[int]:
+    if length > target.context_length:
+        raise PromptError(f"--context {length}: the context of {target.name} ends at {target.context_length}")
+    if target.tokenizer is None:
+        raise PromptError(f"{target.name} has no tokenizer to make a text of")
+    once = target.tokenizer.encode_plain(TEXT)
+    return (once * (length // len(once) + 1))[:length]
+
+
+def _measure_rows(
+    target: Target, sequence: Decoding, ahead: Sequence[int], rows: Sequence[int], repeats: int
+) -> dict[int, float]:
+    """Milliseconds by number of rows; the numbers take turns, so that a change of the machine's speed meets all of them."""
+    length = sequence.slot.length
+
+    def one(n: int) -> None:
+        target.forward([(sequence.slot, DraftTree.chain(sequence.tokens[-1], ahead[: n - 1]))])
+        target.commit(sequence.slot, (0,))
+        target.truncate(sequence.slot, length)
+
+    found: dict[int, list[float]] = {n: [] for n in rows}
+    for repeat in range(repeats + 1):
+        for n in rows:
+            taken = _milliseconds(lambda n=n: one(n))  # type: ignore[misc]
+            if repeat:  # the first round warms up
+                found[n].append(taken)
+    return {n: statistics.median(times) for n, times in found.items()}
+
+
+def _measure_draft(drafter: Drafter, sequence: Decoding, k: int, repeats: int) -> tuple[float, int]:
+    """Milliseconds of proposing k tokens, and how many were proposed."""
+    proposed = 0
+
+    def one() -> None:
+        nonlocal proposed
+        (tree,) = drafter.propose([(sequence.state, sequence.tokens, Budget(k, k))])
+        proposed = len(tree) - 1
+
+    one()
+    return statistics.median(_milliseconds(one) for _ in range(repeats)), proposed
+
+
+def _milliseconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - began)
+
+
+# ---- what does not need measuring -----------------------------------------------------------------------------------
+
+
+def describe(model: Target, draft: int) -> dict[str, Any]:
+    """Facts about one model, with bytes at full context and for the logits of `draft` + 1 rows."""
+    memory = model.memory()
+    per_token = memory.get("kv_per_token")
+    tokenizer = model.tokenizer
+    return {
+        **model.describe(),
+        "end_tokens": {str(t): tokenizer.token_text(t) if tokenizer else None for t in sorted(model.eos)},
+        "weights_bytes": memory.get("weights"),
+        "kv_bytes_per_token": per_token,
+        "kv_bytes_full_context": None if per_token is None else per_token * model.context_length,
+        "logits_bytes": (draft + 1) * model.vocab_size * 4,
+    }
+
+
+def tokenizers(target: Target, model: Target) -> dict[str, Any]:
+    """How far the vocabularies agree."""
+    if target.tokenizer is None or model.tokenizer is None:
+        return {
+            "equal": None,
+            "different": None,
+            "only_target": None,
+            "only_drafter": None,
+            "same_end": target.eos == model.eos,
+        }
+    mine, theirs = ({i: text for text, i in m.tokenizer.vocabulary().items()} for m in (target, model))  # type: ignore[union-attr]
+    shared = mine.keys() & theirs.keys()
+    different = sum(mine[i] != theirs[i] for i in shared)
+    return {
+        "equal": mine == theirs,
+        "different": different,
+        "only_target": len(mine) - len(shared),
+        "only_drafter": len(theirs) - len(shared),
+        "same_end": target.eos == model.eos,
+    }
+
+
+def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) -> dict[str, Any]:
+    """Everything about a pair, as `outrider check --json` prints it."""
+    model = getattr(drafter, "model", None)
+    model = model if isinstance(model, Target) else None
+    costs = measure(target, drafter, context)
+    return {
+        "target": describe(target, draft),
+        "drafter": {
+            "name": drafter.name,
+            "options": asdict(drafter.options),
+            "model": describe(model, draft) if model else None,
+        },
+        "tokenizers": tokenizers(target, model) if model else None,
+        "costs_ms": {**asdict(costs), "rows_relative": {n: costs.target(n) / costs.target(1) for n in costs.rows}},
+        "speedup": {rate: {k: costs.speedup(rate, k) for k in DRAFTS} for rate in RATES},
+        "best": {rate: costs.best(rate) for rate in RATES},
+        "break_even": costs.break_even(),
+        "verdict": verdict(costs, drafter.name),
+    }
+
+
+def verdict(costs: Costs, drafter: str) -> str:
+    """In words: from which acceptance rate it pays, or why it cannot."""
+    share = costs.step / costs.target(1) if costs.step else 0.0
+    first = costs.draft / costs.target(1)
+    two, nine = costs.target(2) / costs.target(1), costs.target(9) / costs.target(1)
+    reasons = []
+    if max(share, first) > 0.3:
+        reasons.append(f"each drafted token costs {max(share, first):.0%} of a plain pass")
+    if two > 1.5 or nine > 4:
+        reasons.append(f"a pass over 2 rows costs {two:.1f} times one over 1 row, over 9 rows {nine:.1f} times")
+    because = " and ".join(reasons) or f"rows and drafts together cost too much (9 rows: {nine:.1f} passes)"
+    even = costs.break_even()
+    if drafter == "none":
+        return (
+            f"Plain decoding: {costs.target(1):.1f} ms a token. With a free drafter the best case at acceptance rate 0.8 would be "
+            f"{costs.best(0.8)[1]:.2f} times that speed."
+        )
+    if even is None:
+        return f"It cannot pay: even with 99 % of the drafted tokens accepted it would not be faster, because {because}."
+    k, gain = costs.best(0.7)
+    text = f"It pays from an acceptance rate of about {even:.2f} on"
+    if even > 0.7:
+        return f"{text}, which is rarely reached, because {because}."
+    return f"{text}. At 0.7 the best draft length is {k}, with an expected {gain:.2f} times the speed of plain decoding."

@@ -1,0 +1,51 @@
+"""The command line: `outrider run`, `bench`, `check`, `models`, `drafters`, `demo`.
+
+A command is a function; what several of them share stands in dataclasses (`options`), and each field is a command-line option.
+Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from . import bench, check, demo, run, tables
+from .session import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    name="outrider",
+    help="Lossless speculative decoding: the text is the target's own, only sooner.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None: ...
+
+
+app.command("run")(run.run)
+app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+app.command("check")(check.check)
+app.command("drafters")(tables.drafters)
+app.add_typer(tables.models, name="models", help="Models that come without a hub or an account.")
+
+
+def main() -> None:
+    """Entry point of the `outrider` command."""
+    app()

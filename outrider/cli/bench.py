@@ -1,0 +1,208 @@
+"""`outrider bench`: configurations beside plain decoding, in one run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Iterator
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Option
+
+from ..errors import ParameterError, PromptError
+from .options import MODEL, Loading, Output, Sampling, flags, numbers
+from .session import (
+    INTERRUPTED,
+    as_prompt,
+    check_early,
+    check_writable,
+    nothing_drafted,
+    on_stderr,
+    on_stdout,
+    open_drafter,
+    open_target,
+    open_trace,
+    print_json,
+    say,
+)
+
+if TYPE_CHECKING:
+    from ..bench.prompts import Prompt as BenchPrompt
+    from ..bench.runner import Configuration, Group, Run
+    from ..engine import Engine
+    from ..trace import TraceWriter
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is compared."""
+
+    target: Annotated[list[str], Option("-t", "--target", help="Target; repeatable.", rich_help_panel=MODEL)] = field(
+        default_factory=lambda: ["smollm2"]
+    )
+    drafter: Annotated[list[str], Option("-d", "--drafter", help="Drafter; repeatable.", rich_help_panel=MODEL)] = field(
+        default_factory=lambda: ["suffix"]
+    )
+    draft: Annotated[str, Option(metavar="N,N,...", help="Draft lengths.", rich_help_panel=MODEL)] = "8"
+    batch: Annotated[str, Option(metavar="N,N,...", help="How many prompts at once.", rich_help_panel=MODEL)] = "1"
+
+
+@dataclass
+class Done:
+    """What has been measured so far."""
+
+    manifest: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.manifest |= {"interrupted": False, "models": {}}
+
+
+@flags
+def bench(
+    sweep: Sweep,
+    loading: Loading,
+    sampling: Sampling,
+    output: Output,
+    prompts: Annotated[str | None, Option(metavar="FILE", help=".jsonl with prompt or turns, or a text, one a line.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="At most this many prompts.")] = None,
+    repeat: Annotated[int, Option(min=1, help="Repetitions; the figures are medians over them.")] = 1,
+    raw: Annotated[bool, Option("--raw", help="Continue prompts as they are, without the chat template.")] = False,
+    out: Annotated[str | None, Option(metavar="FILE", help="Write the result here, once and for all.")] = None,
+) -> None:
+    """Measure drafters beside our own plain decoding, in turns. -o DRAFTER.NAME=VALUE gives an option to one drafter only."""
+    from ..bench import report, runner
+    from ..bench.prompts import read_prompts
+    from ..demo import PROMPTS
+    from ..machine import manifest
+
+    params = sampling.params()
+    drafts, batches = numbers(sweep.draft, "--draft"), numbers(sweep.batch, "--batch")
+    options = {drafter: own_options(drafter, sweep.drafter, loading.options()) for drafter in sweep.drafter}
+    if runner.PLAIN in options:
+        raise ParameterError("plain decoding is measured in every run; leave -d none out")
+    for drafter, own in options.items():
+        check_early(drafter, own, loading.accept)
+    report.refuse_overwriting(out)
+    check_writable(out)
+    check_writable(output.trace)
+    asked = (read_prompts(prompts) if prompts is not None else list(PROMPTS))[:limit]
+    plans = {t: [runner.configurations(t, options, drafts, batch) for batch in batches] for t in sweep.target}
+    categories = [prompt.category for prompt in asked]
+    schedule = [step for sizes in plans.values() for plan in sizes for step in runner.schedule(plan, categories, repeat)]
+
+    done = Done({**manifest(), "sampling": asdict(params), "command_options": asdict(sweep)})
+    with open_trace(output.trace, params, numbered(schedule), bench=asdict(sweep)) as trace, progress() as bar:
+        task = bar.add_task("loading", total=len(schedule))
+        tracer = Tracer(trace)
+        try:
+            for target, sizes in plans.items():
+                for engines, ready in opened(target, sizes, loading, asked, raw, done):
+                    for run in runner.measure(engines, ready, params, repeat, tracer):
+                        done.runs.append(run)
+                        bar.update(task, advance=1, description=str(run.configuration))
+        except KeyboardInterrupt:
+            done.manifest["interrupted"] = True
+    finish(done, output.json, out)
+
+
+def own_options(drafter: str, drafters: list[str], given: dict[str, str]) -> dict[str, str]:
+    """The options that are for `drafter`: those with its name before a point, and those without any drafter's name."""
+    own = {}
+    for name, value in given.items():
+        whose = next((d for d in drafters if name.startswith(f"{d}.")), None)
+        if whose in (None, drafter):
+            own[name.removeprefix(f"{drafter}.")] = value
+    return own
+
+
+def opened(
+    target: str, sizes: list[list[Configuration]], loading: Loading, asked: list[BenchPrompt], raw: bool, done: Done
+) -> Iterator[tuple[dict[Configuration, Engine], list[tuple[Any, str]]]]:
+    """For each batch size the engines of one target, and the prompts as it takes them. Models are loaded once."""
+    from ..engine import Engine
+
+    model = open_target(target, loading)
+    done.manifest["models"][target] = model.describe()
+    ready = [(as_prompt(model, prompt.text, raw), prompt.category) for prompt in asked]
+    drafters = {c.drafter: open_drafter(c.drafter, model, dict(c.options), loading) for c in unique_drafters(sizes[0])}
+    for plan in sizes:
+        engines = {c: Engine(model, drafters[c.drafter], c.draft, loading.accept) for c in plan}
+        check_lengths(engines[plan[0]], ready)
+        yield engines, ready
+    for drafter in drafters.values():
+        drafter.close()
+
+
+def unique_drafters(plan: list[Configuration]) -> list[Configuration]:
+    """One configuration for each drafter."""
+    return list({configuration.drafter: configuration for configuration in plan}.values())
+
+
+def check_lengths(engine: Engine, ready: list[tuple[Any, str]]) -> None:
+    """Raise for a prompt that does not fit, before anything is measured."""
+    for number, (prompt, _) in enumerate(ready):
+        length = len(engine.encode(prompt))
+        if length >= engine.target.context_length:
+            raise PromptError(
+                f"prompt {number + 1} has {length} tokens, but the context of {engine.target.name} ends at {engine.target.context_length}"
+            )
+
+
+def numbered(schedule: list[tuple[Configuration, Group, int]]) -> list[dict[str, Any]]:
+    """For a trace's header: which configuration, prompt and repetition each sequence number means."""
+    return [
+        {**asdict(configuration), "prompt": prompt, "repetition": repetition}
+        for configuration, group, repetition in schedule
+        for prompt in group.numbers
+    ]
+
+
+class Tracer:
+    """Writes the Rounds of each Run, with sequence numbers that go on through the whole measurement."""
+
+    def __init__(self, trace: TraceWriter | None):
+        self._trace = trace
+        self._next = 0
+
+    def __call__(self, run: Run) -> None:
+        if self._trace is None:
+            return
+        for result in run.results:
+            for round in result.rounds:
+                self._trace.write(replace(round, sequence=self._next))
+            self._next += 1
+
+
+def progress() -> Progress:
+    console = on_stderr()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def finish(done: Done, as_json: bool, out: str | None) -> None:
+    """Write and print what was measured; exit with 130 after an interruption, with 1 when a drafter drafted nothing."""
+    from ..bench import report
+    from ..bench.runner import summarise
+
+    rows = summarise(done.runs)
+    value = report.result(done.manifest, done.runs)
+    if out is not None and rows:
+        report.write(out, value)
+    if as_json:
+        print_json(value)
+    elif rows:
+        console = on_stdout()
+        console.print(report.table(rows))
+        categories = summarise(done.runs, by_category=True)
+        if len({row.category for row in categories}) > 1:
+            console.print(report.table(categories, "By category"))
+        console.print(report.LEGEND, style="dim", highlight=False)
+    silent = [row for row in rows if row.drafted_nothing]
+    for row in silent:
+        say(nothing_drafted(str(row.configuration)))
+    if done.manifest["interrupted"]:
+        say("interrupted: these are the figures of what was finished")
+        raise typer.Exit(INTERRUPTED)
+    if silent:
+        raise typer.Exit(1)
