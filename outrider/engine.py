@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Iterator, Mapping, cast
 from typing import Sequence as Many
 
-from .decode import Fixed, Pace, Sequence, decode, find_rule, open_sequence
+from .decode import Fixed, Pace, Sequence, close_sequence, decode, find_rule, open_sequence
 from .drafters import Drafter, load_drafter
 from .errors import LogitsError, ParameterError, PromptError
 from .models import load_target
@@ -97,6 +97,8 @@ class Engine:
 
     def sequences(self, prompts: Many[Prompt], params: SamplingParams | Many[SamplingParams], n: int = 1) -> list[Sequence]:
         """A Sequence for each prompt and choice, not yet opened."""
+        if n < 1:
+            raise ParameterError(f"n must be 1 or more; got {n}")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
@@ -176,11 +178,16 @@ class Engine:
 
     def _share_prompts(self, sequences: list[Sequence], n: int) -> None:
         """Several choices of one prompt prefill it once and fork."""
-        for at in range(0, len(sequences) if n > 1 else 0, n):
-            first, *others = sequences[at : at + n]
-            open_sequence(self.target, self.drafter, first)
-            for other in others:
-                other.attach(self.target.open(first.slot, first.slot.length), first.state.fork(other.sampler))
+        try:
+            for at in range(0, len(sequences) if n > 1 else 0, n):
+                first, *others = sequences[at : at + n]
+                open_sequence(self.target, self.drafter, first)
+                for other in others:
+                    other.attach(self.target.open(first.slot, first.slot.length), first.state.fork(other.sampler))
+        except BaseException:
+            for sequence in sequences:
+                close_sequence(self.target, sequence)
+            raise
 
     def _as_list(self, prompt: Any) -> list[Prompt]:
         return list(prompt) if _is_list_of_prompts(prompt) else [prompt]
@@ -219,11 +226,11 @@ class Chat:
         turn = [*self.messages, {"role": "user", "content": text}]
         (sequence,) = self.engine.sequences([turn], _params(params, values))
         self._reuse(sequence)
+        sequence.keep_open = True
+        self._last = sequence
         return self._stream(sequence, turn)
 
     def _stream(self, sequence: Sequence, turn: list[Message]) -> Iterator[Chunk]:
-        sequence.keep_open = True
-        self._last = sequence
         try:
             yield from self.engine._stream([sequence])
         finally:

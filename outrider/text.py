@@ -64,9 +64,12 @@ class Detokenizer:
 
     def _advance(self, text: str) -> str:
         new = text[len(self._known) :]
-        self._window = self._window[self._read :] or self._window
+        newest = self._window[self._read :]
+        if known := self._tokenizer.decode(newest):
+            self._window, self._known = newest, known
+        else:  # special tokens have no text; what came before them still decides about a leading space
+            self._known = text
         self._read = len(self._window)
-        self._known = self._tokenizer.decode(self._window)
         return new
 
 
