@@ -89,7 +89,7 @@ def test_coupled_equals_plain(name: str, shape: str, values: dict[str, Any]) -> 
         drafter, extra = make(name, shape, t)
         params = SamplingParams(**values, **extra, seed=seed)
         wanted = plain(t, PROMPTS, params, "coupled")
-        found, rounds = run(t, drafter, PROMPTS, params, "coupled", 5)
+        found, _ = run(t, drafter, PROMPTS, params, "coupled", 5)
         assert found == wanted, "the batch"
         for number, prompt in enumerate(PROMPTS):
             solo, _ = run(t, drafter, [prompt], params, "coupled", 5)
@@ -267,7 +267,7 @@ def test_truncate_and_fork(name: str, shape: str, kept: int) -> None:
     drafter, extra = make(name, shape, t)
     values = {"temperature": 1.0, "seed": 4, **extra}
     budget = Budget(6, 6)
-    first, then = PROMPTS[0], PROMPTS[0][:kept] + [8, 7, 1, 2, 3, 4, 5, 1, 2]
+    first, then = PROMPTS[0], [*PROMPTS[0][:kept], 8, 7, 1, 2, 3, 4, 5, 1, 2]
 
     state = drafter.open(sampler(values, first, t))
     drafter.propose([(state, first, budget)])

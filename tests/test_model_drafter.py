@@ -50,7 +50,12 @@ def test_itself_is_always_right(rule: str, values: dict[str, Any]) -> None:
 def test_itself_in_float64() -> None:
     t = tiny_target("llama", 1, spread=0.25)
     drafter = ModelDrafter(tiny_target("llama", 1, spread=0.25))
-    for rule, values in (("block", {}), ("block", {"temperature": 1.0}), ("rejection", {"temperature": 1.0}), ("coupled", {"temperature": 1.0})):
+    for rule, values in (
+        ("block", {}),
+        ("block", {"temperature": 1.0}),
+        ("rejection", {"temperature": 1.0}),
+        ("coupled", {"temperature": 1.0}),
+    ):
         params = SamplingParams(max_tokens=200, seed=5, ignore_eos=True, **values)
         _, (rounds,) = run(t, drafter, [[1, 2, 3, 4]], params, rule, 7)
         assert sum(r.accepted for r in rounds) == sum(r.proposed for r in rounds) == 175
@@ -62,7 +67,9 @@ def test_sampled_drafts_beat_greedy_ones() -> None:
     for greedy in (False, True):
         t = TableTarget(**LAW)
         drafter = ModelDrafter(TableTarget(**LAW, noise=0.3), ModelOptions(greedy=greedy))
-        _, rounds = run(t, drafter, PROMPTS, SamplingParams(max_tokens=250, temperature=1.5, seed=1, ignore_eos=True), "rejection")
+        _, rounds = run(
+            t, drafter, PROMPTS, SamplingParams(max_tokens=250, temperature=1.5, seed=1, ignore_eos=True), "rejection"
+        )
         rates.append(sum(r.accepted for own in rounds for r in own) / sum(r.proposed for own in rounds for r in own))
         assert all((q is None) == (greedy or i == 0) for own in rounds for r in own for i, q in enumerate(r.q))
     assert rates[0] > rates[1] + 0.1
@@ -186,7 +193,9 @@ def test_a_shorter_context() -> None:
 @pytest.mark.parametrize("how", ["min_probability", "price"])
 def test_it_stops_before_it_draws(how: str, values: dict[str, Any]) -> None:
     t = TableTarget(**LAW)
-    drafter = ModelDrafter(TableTarget(**LAW, noise=0.7), ModelOptions(min_probability=0.3 if how == "min_probability" else 0.0))
+    drafter = ModelDrafter(
+        TableTarget(**LAW, noise=0.7), ModelOptions(min_probability=0.3 if how == "min_probability" else 0.0)
+    )
     drawn = 0
 
     class Priced:
@@ -245,7 +254,7 @@ def test_check_vocabulary() -> None:
     with pytest.warns(OutriderWarning, match="1 token ids differ .* 39: 'other' in the drafter, 't39' in the target"):
         check_vocabulary(named(texts, "big"), named([*texts[:39], "other", *texts[40:]], "small"))
     shifted = [*texts[:50], "new", *texts[50:99]]
-    with pytest.raises(LoadError, match="small cannot draft for big.*token 50 is 't50' there and 'new' here"):
+    with pytest.raises(LoadError, match=r"small cannot draft for big.*token 50 is 't50' there and 'new' here"):
         check_vocabulary(named(texts, "big"), named(shifted, "small"))
     with pytest.raises(LoadError, match="only 50%"):
         check_vocabulary(named(texts, "big"), named(texts[:50], "small"))

@@ -109,7 +109,9 @@ def test_matrix(name: str) -> None:
                 ended += found[0].finish == "stop"
                 if all(len(o.tokens) > 1 for o in wanted) and params.max_tokens > 1 and not stop.startswith("room"):
                     assert drafter.asked[0] == 3, f"{case}: a batch must be proposed for in one call"
-                right = all(script[len(p) :][: len(o.tokens)] == list(o.tokens) for script, p, o in zip(scripts, PROMPTS, wanted))
+                right = all(
+                    script[len(p) :][: len(o.tokens)] == list(o.tokens) for script, p, o in zip(scripts, PROMPTS, wanted)
+                )
                 if "wrong at -1" in which and right and not stop.startswith("room"):  # the fewest passes possible
                     passes = [-(-len(o.tokens) // (DRAFT + 1)) for o in wanted]
                     assert [len(own) for own in rounds] == passes, case
@@ -122,14 +124,16 @@ def test_unequal_acceptance() -> None:
     for rule, shape in itertools.product(("block", "rejection", "coupled"), ("chain", "tree")):
         if (rule, shape) == ("block", "tree"):
             continue
-        params = [SamplingParams(max_tokens=n, repetition_penalty=r, ignore_eos=True) for n, r in ((12, 1.0), (9, 1.4), (14, 0.8))]
+        params = [
+            SamplingParams(max_tokens=n, repetition_penalty=r, ignore_eos=True) for n, r in ((12, 1.0), (9, 1.4), (14, 0.8))
+        ]
         wanted = [plain(t, [p], q)[0] for p, q in zip(PROMPTS, params)]
         scripts = [p + list(o.tokens) for p, o in zip(PROMPTS, wanted)]
         scripts[0] = PROMPTS[0] + [(x + 1) % 12 for x in wanted[0].tokens]
         scripts[1] = PROMPTS[1] + [x if i % 2 else (x + 1) % 12 for i, x in enumerate(wanted[1].tokens)]
         found, rounds = run(t, Scripted(scripts, shape=shape), PROMPTS, params, rule)
         assert found == wanted
-        assert [sum(r.accepted for r in own) for own in rounds][0] == 0
+        assert sum(r.accepted for r in rounds[0]) == 0
         assert len(rounds[2]) == 3 and sum(r.accepted for r in rounds[1]) > 0
 
 
@@ -146,7 +150,9 @@ def free(params: dict[str, Any], **changes: Any) -> list[int]:
 
 ODD = {
     "a false EOS": lambda tokens, budget, _: DraftTree.chain(tokens[-1], [0] * budget.depth),
-    "outside the vocabulary": lambda tokens, budget, i: DraftTree.chain(tokens[-1], [(-1, 12, 10**9, -(10**9))[i % 4], 1][: budget.depth]),
+    "outside the vocabulary": lambda tokens, budget, i: DraftTree.chain(
+        tokens[-1], [(-1, 12, 10**9, -(10**9))[i % 4], 1][: budget.depth]
+    ),
     "outside, later": lambda tokens, budget, i: DraftTree.chain(tokens[-1], [1, 12, 2]),
     "over-long": lambda tokens, budget, _: DraftTree.chain(tokens[-1], [1] * 40),
     "over-wide": lambda tokens, budget, _: DraftTree((tokens[-1], *range(12), *range(12)), (-1, *[0] * 12, *range(1, 13))),
@@ -221,7 +227,7 @@ def test_one_token_of_room() -> None:
 
     for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)):
         asked.clear()
-        found, rounds = run(target(), Whatever(greedy), PROMPTS[:1], replace(params, ignore_eos=True), draft=8)
+        found, _ = run(target(), Whatever(greedy), PROMPTS[:1], replace(params, ignore_eos=True), draft=8)
         assert len(found[0].tokens) == params.max_tokens
         assert all(depth <= 3 + params.max_tokens - length - 1 and depth > 0 for length, depth in asked)
         assert bool(asked) == (params.max_tokens > 1)

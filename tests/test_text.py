@@ -96,7 +96,9 @@ def test_text_is_that_of_all_tokens(tokenizer: Any, parts: list[str | bytes]) ->
     """Characters and invalid bytes mixed; REPLACEMENT at the very end stands for what stayed unfinished."""
     tokenizer = tokenizer()
     fence = tokenizer.encode_plain("xa")[-1:]
-    if tokenizer is byte_fallback():  # there an invalid byte spoils the whole run of byte tokens, characters shown before it too
+    if (
+        tokenizer is byte_fallback()
+    ):  # there an invalid byte spoils the whole run of byte tokens, characters shown before it too
         parts = [part if isinstance(part, str) else bytes(0x80 | byte & 0x3F for byte in part) for part in parts]
     tokens: list[int] = []
     for part in parts:
@@ -143,7 +145,9 @@ def test_held_back(text: str, stops: list[str]) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(tokens=st.lists(st.integers(1, 5), min_size=1, max_size=12), stops=STOPS, chunks=st.lists(st.integers(1, 5), min_size=12))
+@given(
+    tokens=st.lists(st.integers(1, 5), min_size=1, max_size=12), stops=STOPS, chunks=st.lists(st.integers(1, 5), min_size=12)
+)
 def test_stream_and_text(tokens: list[int], stops: list[str], chunks: list[int]) -> None:
     """However the tokens come in rounds: the text ends before the first stop string, and the stream is the text."""
     texts = ["", "a", "b", "c", "ab", "bca"]

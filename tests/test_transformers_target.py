@@ -36,23 +36,48 @@ MLA = {
 }
 SLIDING = {"sliding_window": 16, "head_dim": 8}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 9.0, 20.0]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 3.0, 9.0, 20.0],
+}
 
 CASES: dict[str, tuple[str, dict[str, Any], torch.dtype, float]] = {
     "llama": ("llama", {}, torch.float64, 1e-9),
     "llama, float32": ("llama", {}, torch.float32, 2e-4),
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}, torch.float64, 1e-9),
-    "llama, dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, torch.float64, 1e-9),
+    "llama, dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        torch.float64,
+        1e-9,
+    ),
     "qwen2": ("qwen2", {}, torch.float64, 1e-9),
-    "qwen2, sliding above": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, torch.float64, 1e-9),
+    "qwen2, sliding above": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        torch.float64,
+        1e-9,
+    ),
     "qwen3": ("qwen3", {"head_dim": 8}, torch.float64, 1e-9),
     "mistral": ("mistral", SLIDING, torch.float64, 1e-9),
     "gemma2": ("gemma2", {**SLIDING, "attn_logit_softcapping": 3.0}, torch.float64, 1e-5),  # its own softmax is in float32
-    "gemma3": ("gemma3_text", {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, torch.float64, 1e-9),
+    "gemma3": (
+        "gemma3_text",
+        {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        torch.float64,
+        1e-9,
+    ),
     "gpt2": ("gpt2", GPT2, torch.float64, 1e-9),
     "gpt2, scaled by layer": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, torch.float64, 1e-9),
     "phi3": ("phi3", {"sliding_window": 16}, torch.float64, 1e-9),
-    "phi3, longrope": ("phi3", {"sliding_window": None, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}, torch.float64, 1e-9),
+    "phi3, longrope": (
+        "phi3",
+        {"sliding_window": None, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+        torch.float64,
+        1e-9,
+    ),
     "cohere2": ("cohere2", {"sliding_window": 16}, torch.float64, 1e-9),
     "gpt-oss": ("gpt_oss", {**SLIDING, **MOE}, torch.float32, 2e-4),
     "mixtral": ("mixtral", MOE, torch.float32, 2e-4),
@@ -257,7 +282,10 @@ def test_rows_that_are_computed() -> None:
     work.append((fill(t, text), tree))
     rows: list[int] = []
     linear = [m for m in t.model.modules() if isinstance(m, torch.nn.Linear)]
-    hooks = [m.register_forward_hook(lambda _, args, __: rows.append(args[0].reshape(-1, args[0].shape[-1]).shape[0])) for m in linear]
+    hooks = [
+        m.register_forward_hook(lambda _, args, __: rows.append(args[0].reshape(-1, args[0].shape[-1]).shape[0]))
+        for m in linear
+    ]
     outputs = t.forward(work, (0, 2, "final"))
     for hook in hooks:
         hook.remove()
@@ -395,7 +423,9 @@ def test_padding_rows_of_the_logits_are_cut_off() -> None:
     assert t.vocab_size == 90
     (output,) = t.forward([(t.open(), DraftTree.chain(3, [4]))], ("final",))
     assert output.logits.shape == (2, 90) and t.head(output.hidden["final"]).shape == (2, 90)
-    found, _ = run(t, NoDrafter(), [[3, 4]] * 20, [SamplingParams(temperature=5.0, max_tokens=10, seed=s) for s in range(20)], "coupled")
+    found, _ = run(
+        t, NoDrafter(), [[3, 4]] * 20, [SamplingParams(temperature=5.0, max_tokens=10, seed=s) for s in range(20)], "coupled"
+    )
     assert all(token < 90 for o in found for token in o.tokens)
 
 

@@ -137,21 +137,23 @@ class Whatever(Drafter):
 
 # ---- tiny models -----------------------------------------------------------------------------------------------------------
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=101,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+COMMON: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
-def tiny_model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, spread: float = 0.05, **config: Any) -> Any:
+def tiny_model(
+    kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, spread: float = 0.05, **config: Any
+) -> Any:
     """A random model of this type. spread: deviation of what is added to the weights; more makes sharper laws."""
     import transformers
 
