@@ -13,6 +13,7 @@ from typing import Any, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from .. import kernels
 from ..errors import LoadError, ParameterError
 from ..text import Message
 from ..tree import DraftTree
@@ -92,24 +93,19 @@ class TransformersTarget(Target):
     ) -> TransformersTarget:
         """A target from a folder, a hub id, or a GGUF file (whose weights become plain floats).
 
-        device: ``auto`` (CUDA, then MPS, then CPU), ``cpu``, ``cuda``, ``cuda:1``, ``mps``. dtype: ``auto`` (the
-        checkpoint's own), ``float32``, ``bfloat16``, ``float16``, ``float64``. device_map: as in transformers, instead of a
-        device. Raises LoadError with one line that says what is wrong.
+        device: ``auto`` (CUDA, then MPS, then CPU), ``cpu``, ``cuda``, ``cuda:1``, ``mps``. dtype: ``auto`` (the checkpoint's
+        own; on a CPU float32 arithmetic on the checkpoint's own weights), ``float32``, ``bfloat16``, ``float16``,
+        ``float64``. device_map: as in transformers, instead of a device. Raises LoadError with one line that says what is
+        wrong.
         """
         import transformers
 
-        place: dict[str, Any] = {"pretrained_model_name_or_path": source, "revision": revision or "main"}
-        path = Path(source).expanduser()
-        if path.suffix == ".gguf":
-            place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        elif path.is_dir():
-            place["pretrained_model_name_or_path"] = str(path)
-        looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix == ".gguf"
-        if looks_like_path and not path.exists():
-            raise LoadError(f"no such model folder: {source}")
-        if path.is_dir() and not (path / "config.json").exists():
-            raise LoadError(f"{source} is not a model folder: it has no config.json")
+        place = _place(source, revision)
         wanted = _device(device) if device_map is None else None
+        exact = wanted == "cpu" and dtype in ("auto", "float32")
+        packs = exact and kernels.VARIANT != "off"
+        if exact:
+            dtype = "auto" if packs and "gguf_file" not in place else "float32"
         try:
             loader: Any = transformers.AutoModelForCausalLM
             model, info = loader.from_pretrained(
@@ -126,7 +122,14 @@ class TransformersTarget(Target):
             raise LoadError(
                 f"{source} has no weights for {missing[0]} and {len(missing) - 1} more: it is not a complete causal language model"
             )
-        return cls(model, HFTokenizer(tokenizer), source)
+        n_parameters = sum(p.numel() for p in model.parameters())
+        if packs and getattr(model, "hf_quantizer", None) is None:
+            kernels.pack(model)
+        target = cls(model, HFTokenizer(tokenizer), source)
+        target.n_parameters = n_parameters
+        if exact:
+            target.dtype = torch.float32
+        return target
 
     # ---- slots --------------------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class TransformersTarget(Target):
         return self.model.get_output_embeddings()(hidden)[..., : self.vocab_size]
 
     def memory(self) -> dict[str, int]:
-        weights = {t.data_ptr(): t.numel() * t.element_size() for t in self.model.state_dict().values()}
+        weights = {t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())}
         return {"weights": sum(weights.values()), "kv_per_token": self._kv_per_token}
 
     # ---- what cannot be decoded is refused at load --------------------------------------------------------------
@@ -316,6 +319,23 @@ def _context_length(config: Any) -> int:
     longest = config.max_position_embeddings
     kinds = [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") == "longrope"]
     return min([longest, *(r.get("original_max_position_embeddings", longest) for r in kinds)])
+
+
+def _place(source: str, revision: str | None) -> dict[str, Any]:
+    """Where transformers finds `source`. Raises LoadError for a path that is no model."""
+    path = Path(source).expanduser()
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix == ".gguf"
+    if looks_like_path and not path.exists():
+        raise LoadError(f"no such model folder: {source}")
+    if path.exists() and revision is not None:
+        raise ParameterError(f"revision {revision!r} is for models of the hub; {source} is on this disk")
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise LoadError(f"{source} is not a model folder: it has no config.json")
+        return {"pretrained_model_name_or_path": str(path)}
+    return {"pretrained_model_name_or_path": source, "revision": revision or "main"}
 
 
 def _end_tokens(model: Any, tokenizer: HFTokenizer | None) -> frozenset[int]:

@@ -1,0 +1,101 @@
+"""A draft model on both sides: Outrider against transformers' assistant_model, the same pair, prompts and draft lengths.
+
+    python benchmarks/pair.py TARGET DRAFTER [--prompts SPEC_BENCH.jsonl] [--number 6] [--tokens 64]
+
+Greedy, float32. Every configuration runs once per prompt, alternating; a configuration's speed is all tokens over all seconds
+(prefill included on both sides), and each side is represented by its best draft length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import transformers
+from common import prompts, save
+
+import outrider
+from outrider.drafters.model import ModelDrafter, ModelOptions
+from outrider.targets.transformers import TransformersTarget
+
+LENGTHS = (4, 8, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("drafter")
+    parser.add_argument("--prompts")
+    parser.add_argument("--number", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--name", default="pair")
+    arguments = parser.parse_args()
+
+    target = TransformersTarget.load(arguments.target, dtype="float32")
+    drafter = ModelDrafter(TransformersTarget.load(arguments.drafter, dtype="float32"), ModelOptions())
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(arguments.target, dtype=torch.float32)
+    assistant = load(arguments.drafter, dtype=torch.float32)
+    engines = {length: outrider.Engine(target, drafter, draft=length) for length in LENGTHS}
+    plain = outrider.load(target, drafter=None)
+
+    def ours(engine: outrider.Engine, ids: list[int]) -> list[int]:
+        return list(engine.generate(ids, max_tokens=arguments.tokens).tokens)
+
+    def other(ids: list[int], length: int | None) -> list[int]:
+        extra = {}
+        if length is not None:
+            assistant.generation_config.num_assistant_tokens = length
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            extra = {"assistant_model": assistant}
+        x = torch.tensor([ids])
+        with torch.inference_mode():
+            out = theirs.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=arguments.tokens, do_sample=False, **extra)
+        return out[0, len(ids) :].tolist()
+
+    runs = {"outrider plain": lambda ids: ours(plain, ids), "transformers plain": lambda ids: other(ids, None)}
+    for length in LENGTHS:
+        runs[f"outrider draft {length}"] = lambda ids, engine=engines[length]: ours(engine, ids)
+        runs[f"transformers draft {length}"] = lambda ids, length=length: other(ids, length)
+    seconds = dict.fromkeys(runs, 0.0)
+    tokens = dict.fromkeys(runs, 0)
+    differing = dict.fromkeys(runs, 0)
+    assert target.tokenizer is not None
+    chosen = prompts(arguments.prompts, ("coding",), arguments.number)
+    for number, prompt in enumerate(chosen):
+        ids = target.tokenizer.chat([{"role": "user", "content": prompt}])
+        reference = None
+        order = list(runs)
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            began = time.perf_counter()
+            out = runs[name](ids)
+            seconds[name] += time.perf_counter() - began
+            tokens[name] += len(out)
+            reference = reference or out
+            differing[name] += out != reference
+        print(f"prompt {number + 1} of {len(chosen)}", flush=True)
+
+    speed = {name: tokens[name] / seconds[name] for name in runs}
+    best = {side: max(speed[f"{side} draft {length}"] for length in LENGTHS) for side in ("outrider", "transformers")}
+    for name in runs:
+        print(f"{name:24s} {speed[name]:7.2f} tokens/s   differing texts: {differing[name]}")
+    ratio = best["outrider"] / best["transformers"]
+    print(f"best against best: {ratio:.2f}; against our plain decoding: {best['outrider'] / speed['outrider plain']:.2f}")
+    save(
+        arguments.name,
+        {
+            "target": arguments.target.rstrip("/").split("/")[-1],
+            "drafter": arguments.drafter.rstrip("/").split("/")[-1],
+            "prompts": len(chosen),
+            "tokens": arguments.tokens,
+            "tokens_per_second": {name: round(value, 3) for name, value in speed.items()},
+            "best_against_transformers_assistant": round(ratio, 3),
+            "best_against_own_plain": round(best["outrider"] / speed["outrider plain"], 3),
+            "differing_texts": differing,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+/* The skinny matrix product of the verification pass: out[M][N] = x[M][K] * weights[N][K]^T + bias, few rows, float32 sums.
+
+   A Python extension without NumPy or PyTorch headers: tensors arrive as addresses. The caller checks shapes. */
+
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum { PANEL = 32, MOST_ROWS = 48, DEPTH = 256 };
+
+struct linear {
+    const float *x;
+    const void *weights;
+    const float *bias;
+    float *out;
+    long M, N, K;
+    int type;
+};
+
+#if defined(__x86_64__)
+#define VARIANT(name) name##_avx512
+#define W 16
+#define ROWS 12
+#define VECTORS 2
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
+#include "_skinny.h"
+
+#define VARIANT(name) name##_avx2
+#define W 8
+#define ROWS 6
+#define VECTORS 2
+#define TARGET __attribute__((target("avx2,fma")))
+#include "_skinny.h"
+#endif
+
+#define VARIANT(name) name##_portable /* on ARM this is NEON, which every 64-bit ARM has */
+#define W 4
+#if defined(__aarch64__)
+#define ROWS 6
+#define VECTORS 4
+#else
+#define ROWS 4
+#define VECTORS 2
+#endif
+#define TARGET
+#include "_skinny.h"
+
+typedef void (*variant)(const struct linear *, long);
+static const struct {
+    const char *name;
+    variant run;
+} variants[] = {
+#if defined(__x86_64__)
+    {"avx512", linear_avx512},
+    {"avx2", linear_avx2},
+#endif
+#if defined(__aarch64__)
+    {"neon", linear_portable},
+#else
+    {"portable", linear_portable},
+#endif
+};
+enum { VARIANTS = sizeof variants / sizeof variants[0] };
+
+static int usable(int index)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (variants[index].run == linear_avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
+    if (variants[index].run == linear_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    (void)index;
+    return 1;
+}
+
+static PyObject *list_variants(PyObject *self, PyObject *none)
+{
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names && i < VARIANTS; i++)
+        if (usable(i)) {
+            PyObject *name = Py_BuildValue("si", variants[i].name, i);
+            if (!name || PyList_Append(names, name))
+                return NULL;
+            Py_DECREF(name);
+        }
+    return names;
+}
+
+static PyObject *linear(PyObject *self, PyObject *args)
+{
+    unsigned long long x, weights, bias, out;
+    long M, N, K;
+    int type, which, threads;
+    if (!PyArg_ParseTuple(args, "KKKKllliii", &x, &weights, &bias, &out, &M, &N, &K, &type, &which, &threads))
+        return NULL;
+    if (which < 0 || which >= VARIANTS || !usable(which))
+        return PyErr_Format(PyExc_ValueError, "variant %d cannot run on this processor", which);
+    struct linear p = {(const float *)(uintptr_t)x, (const void *)(uintptr_t)weights, (const float *)(uintptr_t)bias,
+                       (float *)(uintptr_t)out, M, N, K, type};
+    variant run = variants[which].run;
+    long panels = (N + PANEL - 1) / PANEL;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && panels > 1)
+    for (long panel = 0; panel < panels; panel++)
+        run(&p, panel);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* weights[N][K] -> packed[ceil(N / PANEL)][K][PANEL], missing outputs zero; `size` bytes an element. */
+static PyObject *pack(PyObject *self, PyObject *args)
+{
+    unsigned long long from, to;
+    long N, K;
+    int size, threads;
+    if (!PyArg_ParseTuple(args, "KKllii", &from, &to, &N, &K, &size, &threads))
+        return NULL;
+    long panels = (N + PANEL - 1) / PANEL;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (long panel = 0; panel < panels; panel++)
+        for (long k0 = 0; k0 < K; k0 += 32) { /* squares of 32 x 32 keep both sides in cache */
+            long k1 = k0 + 32 < K ? k0 + 32 : K;
+            for (long c = 0; c < PANEL; c++) {
+                long n = panel * PANEL + c;
+                for (long k = k0; k < k1; k++) {
+                    if (size == 2)
+                        ((uint16_t *)(uintptr_t)to)[(panel * K + k) * PANEL + c] = n < N ? ((const uint16_t *)(uintptr_t)from)[n * K + k] : 0;
+                    else
+                        ((uint32_t *)(uintptr_t)to)[(panel * K + k) * PANEL + c] = n < N ? ((const uint32_t *)(uintptr_t)from)[n * K + k] : 0;
+                }
+            }
+        }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* Gives back the pages of a tensor that nobody will read again, before it is freed: of a mapped file they would stay counted. */
+static PyObject *release(PyObject *self, PyObject *args)
+{
+    unsigned long long at, size;
+    if (!PyArg_ParseTuple(args, "KK", &at, &size))
+        return NULL;
+#if defined(__linux__)
+    unsigned long long page = (unsigned long long)sysconf(_SC_PAGESIZE), first = (at + page - 1) / page * page;
+    unsigned long long last = (at + size) / page * page;
+    if (first < last)
+        madvise((void *)(uintptr_t)first, last - first, MADV_DONTNEED);
+#else
+    (void)at, (void)size;
+#endif
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"variants", list_variants, METH_NOARGS, "Name and number of the variants that this processor can run, best first."},
+    {"linear", linear, METH_VARARGS, "linear(x, weights, bias, out, M, N, K, type, variant, threads): addresses and sizes."},
+    {"pack", pack, METH_VARARGS, "pack(weights, packed, N, K, element_size, threads)"},
+    {"release", release, METH_VARARGS, "release(address, bytes): the contents are lost"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_skinny", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__skinny(void) { return PyModule_Create(&module); }

@@ -1,0 +1,155 @@
+"""The CPU kernels against float64, on shapes and addresses that fit nothing; and models that run on them."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig
+
+from outrider import kernels
+from outrider.kernels import PANEL, Packed, PackedLinear, pack
+from outrider.targets.transformers import TransformersTarget
+from outrider.tree import DraftTree
+
+pytestmark = pytest.mark.skipif(kernels.VARIANT == "off", reason=kernels.why_not or "turned off by OUTRIDER_KERNEL")
+
+SHAPES = [(1, 1), (5, 7), (31, 33), (32, 64), (100, 257), (64, 513), (193, 96), (33, 1030)]
+
+
+@pytest.fixture(params=list(kernels.variants()))
+def variant(request, monkeypatch):
+    monkeypatch.setattr(kernels, "_number", kernels.variants()[request.param])
+    return request.param
+
+
+def random_weight(n, k, dtype, generator):
+    spread = torch.exp(3 * torch.randn(n, k, generator=generator))
+    return (torch.randn(n, k, generator=generator) * spread).clamp(-1e4, 1e4).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", list(kernels.TYPES), ids=str)
+def test_products_equal_float64(variant, dtype):
+    g = torch.Generator().manual_seed(1)
+    for n, k in SHAPES:
+        weight, bias = random_weight(n, k, dtype, g), torch.randn(n, generator=g)
+        packed = Packed(weight)
+        for rows in (1, 2, 3, 5, 6, 7, 12, 13, 31, 48, 49, 64):
+            room = torch.full((rows * k + 1,), torch.nan)
+            x = room[1:].view(rows, k)  # four bytes off any vector's alignment
+            x.copy_(torch.randn(rows, k, generator=g))
+            exact = x.double() @ weight.double().T + bias.double()
+            scale = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+            error = ((packed(x, bias) - exact).abs() / scale).max()
+            assert error < 3e-7 * max(1, k**0.5), (n, k, rows, error)
+            assert not packed(x).isnan().any()
+
+
+def test_nothing_is_written_beyond_the_result(variant):
+    g = torch.Generator().manual_seed(2)
+    n, k, rows = 45, 19, 7
+    packed = Packed(random_weight(n, k, torch.bfloat16, g))
+    out = torch.full((rows * n + 64,), torch.nan)
+    x = torch.randn(rows, k, generator=g)
+    address, *_ = packed._weights
+    at = out[32:].data_ptr()
+    kernels._skinny.linear(x.data_ptr(), address, 0, at, rows, n, k, kernels.TYPES[torch.bfloat16], kernels._number, 2)
+    assert out[:32].isnan().all() and out[32 + rows * n :].isnan().all()
+    assert not out[32 : 32 + rows * n].isnan().any()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(variant):
+    g = torch.Generator().manual_seed(3)
+    for n, k in SHAPES:
+        packed = Packed(random_weight(n, k, torch.bfloat16, g))
+        x = torch.randn(64, k, generator=g)
+        alone = torch.cat([packed(row[None]) for row in x])
+        for rows in (2, 6, 11, 12, 16, 33, 64):
+            assert torch.equal(packed(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", list(kernels.TYPES), ids=str)
+def test_every_16_bit_number_is_widened_exactly(variant, dtype):
+    if dtype == torch.float32:
+        numbers = torch.tensor([0.0, -0.0, 1.5, 3e38, -1e-45])
+    else:
+        numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        numbers = numbers[numbers.isfinite()]
+    wide = Packed(numbers[:, None])(torch.ones(1, 1))[0]
+    # A product adds 0.0 to the number, which keeps everything but the sign of zero; subnormal floats may be flushed by nobody.
+    assert torch.equal(wide, numbers.float())
+
+
+def test_rows_are_the_matrix():
+    weight = random_weight(70, 11, torch.bfloat16, torch.Generator().manual_seed(4))
+    index = torch.tensor([[0, 69, 31], [32, 33, 1]])
+    assert torch.equal(Packed(weight).rows(index), weight.float()[index])
+
+
+def test_an_empty_batch_and_leading_dimensions():
+    linear = PackedLinear(Packed(torch.randn(10, 6)), torch.randn(10))
+    assert linear(torch.randn(0, 6)).shape == (0, 10)
+    assert linear(torch.randn(2, 3, 6)).shape == (2, 3, 10)
+
+
+CONFIGS = {
+    "llama": LlamaConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ),
+    "llama-tied": LlamaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    ),
+    "gemma": GemmaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+    ),
+    "gpt2": GPT2Config(vocab_size=101, n_embd=48, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_model_says_what_the_float32_model_says(name, dtype):
+    torch.manual_seed(0)
+    model, reference = (AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=torch.float32).eval() for _ in range(2))
+    for parameter in model.parameters():  # as from_pretrained does it: buffers stay as they are
+        parameter.data = parameter.data.to(dtype)
+    reference.load_state_dict(model.state_dict())
+    held = sum({p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}.values())
+    linears = sum(type(m) is nn.Linear for m in model.modules())
+    assert pack(model) == linears
+    target = TransformersTarget(model)
+    tokens = torch.randint(3, 101, (1, 20))
+    with torch.no_grad():
+        exact = reference(tokens).logits[0]
+    slot = target.open()
+    list(target.prefill(slot, tokens[0, :15].tolist()))
+    (output,) = target.forward([(slot, DraftTree.chain(int(tokens[0, 15]), tokens[0, 16:].tolist()))])
+    assert (output.logits - exact[15:]).abs().max() < 1e-4 * exact.abs().max()
+    assert torch.equal(target.embed([5, 7]), reference.get_input_embeddings()(torch.tensor([5, 7])).detach())
+    padding = (linears + 1) * PANEL * 72 * dtype.itemsize  # outputs are padded to whole panels
+    widened = sum(p.numel() * (4 - dtype.itemsize) for p in target.model.parameters() if p.dtype == torch.float32)
+    assert held <= target.memory()["weights"] <= held + padding + widened
+
+
+def test_layers_that_share_a_weight_keep_it():
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["llama"]), dtype=torch.float32).eval()
+    first, second = model.model.layers
+    second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+    tokens = torch.randint(3, 101, (1, 9))
+    with torch.no_grad():
+        exact = model(tokens).logits
+        pack(model)
+        assert torch.allclose(model(tokens).logits, exact, atol=1e-5)
