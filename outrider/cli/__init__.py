@@ -6,6 +6,7 @@ Nothing heavy is imported before a command runs.
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -48,4 +49,5 @@ app.add_typer(tables.models, name="models", help="Models that come without a hub
 
 def main() -> None:
     """Entry point of the `outrider` command."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was finished is kept then, too
     app()

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..trace import Round, TraceWriter
 
-CPU_DTYPE = "auto"
-
 
 @flags
 def demo(
@@ -44,15 +42,20 @@ def demo(
     from ..demo import PROMPTS, play, warm_up
     from ..drafters import NoDrafter
     from ..engine import Engine
+    from ..models import PACKAGED
 
     params = sampling.params()
     check_writable(output.trace)
     began = time.perf_counter()
+    if loading.dtype == "auto" and pair.target in PACKAGED:
+        loading = replace(loading, dtype="float32")  # in bfloat16 two logits are often equal, and the texts part at such ties
     drafted = open_engine(pair, loading)
     plain = Engine(drafted.target, NoDrafter(), 0, loading.accept)
     chosen = [PROMPTS[only - 1]] if only else list(PROMPTS)
     ready = [as_prompt(plain.target, prompt.text) for prompt in chosen]
     warm_up([plain, drafted], ready[0])
+    if not output.json:
+        typer.echo(introduction(plain, pair))
     outcomes = []
     about = {**header(drafted, pair), "rule": drafted.rule_for(params), "seed": params.seed}
     names = [{"prompt": prompt.category, "drafter": name} for prompt in chosen for name in ("none", pair.drafter)]
@@ -64,6 +67,15 @@ def demo(
             stage.conclude(outcomes[-1])
     drafted.close()
     finish(outcomes, drafted, pair, output.json, time.perf_counter() - began)
+
+
+def introduction(engine: Engine, pair: Pair) -> str:
+    """What is going to be seen."""
+    target = engine.target
+    text = (
+        f"{pair.target}: {target.n_parameters / 1e6:.0f} million parameters, {target.describe()['dtype']} on {target.device}."
+    )
+    return f"{text} Judge the speed, not the wisdom, of so small a model." if target.n_parameters < 1e9 else text
 
 
 class Stage:

@@ -113,7 +113,7 @@ def answer(engine: Engine, prompt: Any, params: SamplingParams, pair: Pair, outp
     result = engine.result(sequence, rounds)
     if output.json:
         print_json(as_json(result, engine, pair))
-    else:
+    elif rounds and (result.tokens or not result.error):
         end_text()
         report(result, pair)
     finish(result, interrupted)
