@@ -66,7 +66,16 @@ def test_keep_open() -> None:
     made[0].keep_open = True
     list(decode(t, NoDrafter(), made))
     assert t.open_slots == 1 and made[0].is_open and not made[1].is_open
-    assert t.open_slots == 1 and made[0].slot.tokens == made[0].tokens[:-1], "the slot holds all but the anchor"
+    script = made[0].tokens
+    assert made[0].slot.tokens == script[:-1], "the slot holds all but the anchor"
+    for at in range(3, 12):  # also where the sequence ends in the middle of a draft
+        (cut,) = sequences(t, SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(script[at],)))
+        cut.keep_open = True
+        (first, *_) = list(decode(t, Scripted([script]), [cut], "block", Fixed(8)))
+        assert cut.tokens == script[: script.index(script[at], 3) + 1] and cut.slot.tokens == cut.tokens[:-1]
+        assert first.accepted == len(cut.output) - (len(cut.output) == 9)
+        cut.keep_open = False
+        close_sequence(t, cut)
     made[0].keep_open = False
     close_sequence(t, made[0])
     close_sequence(t, made[0])
@@ -244,3 +253,8 @@ def test_observe_sees_every_kept_row() -> None:
         seen.clear()
         run(t, Watching(texts, shape=shape, wrong_at=wrong_at), PROMPTS, free(14), "rejection", 4)
         assert sorted(seen.values()) == sorted(text[:-1] for text in texts)
+        for at in range(3, 9):  # what the cut removes is not observed
+            seen.clear()
+            params = free(14, stop_token_ids=(texts[0][at],))
+            found, _ = run(t, Watching(texts, shape=shape, wrong_at=wrong_at), PROMPTS, params, "rejection", 4)
+            assert sorted(seen.values()) == sorted((p + list(o.tokens))[:-1] for p, o in zip(PROMPTS, found))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from test_decode import Sick
+from test_model_drafter import Compared
 from toys import plain, tiny_target
 
 import outrider
@@ -216,9 +217,10 @@ def test_a_conversation_reuses_its_cache(drafter: str) -> None:
     assert t.open_slots == 0 and getattr(getattr(d, "model", None), "open_slots", 0) == 0
 
 
-def test_a_conversation_with_other_prefixes() -> None:
-    """History that was changed, shortened or replaced between turns."""
-    e = engine()
+@pytest.mark.parametrize("drafter", ["suffix", "model"])
+def test_a_conversation_with_other_prefixes(drafter: str) -> None:
+    """History that was changed, shortened or replaced between turns; the model's drafts are those of a fresh cache."""
+    e = engine() if drafter == "suffix" else outrider.load(TableTarget(**LAW), Compared(TableTarget(**LAW, noise=0.5)))
     chat = e.chat()
     say(chat, "bcd" * 5, max_tokens=10)
     for messages in (chat.messages[:1], [], [{"role": "user", "content": "kkkk"}], [{"role": "user", "content": "bcdbcdk"}]):
