@@ -219,3 +219,19 @@ def test_demo(tmp_path):
     value = json.loads(call(*arguments, "--json", "--only", "2").stdout)
     assert [prompt["category"] for prompt in value["prompts"]] == ["fix"] and value["prompts"][0]["same_text"] is True
     assert "two draws" in call(*arguments, "--only", "1", "--temperature", "1").stdout
+
+
+def test_an_interrupted_demo_shows_what_was_finished(monkeypatch):
+    from outrider import demo
+
+    play = demo.play
+
+    def interrupted(plain, drafted, prompt, *rest):
+        if prompt.category == "extract":
+            raise KeyboardInterrupt
+        return play(plain, drafted, prompt, *rest)
+
+    monkeypatch.setattr(demo, "play", interrupted)
+    result = call("demo", "-t", str(tiny_folder(eos=None, context=2048)), "--max-tokens", "8", "--json")
+    assert result.exit_code == 130
+    assert [prompt["category"] for prompt in json.loads(result.stdout)["prompts"]] == ["rewrite", "fix"]

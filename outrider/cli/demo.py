@@ -14,6 +14,7 @@ from typer import Option
 from .options import Loading, Output, Pair, Sampling, flags
 from .run import end_text, header, show
 from .session import (
+    INTERRUPTED,
     as_prompt,
     check_writable,
     nothing_drafted,
@@ -56,17 +57,23 @@ def demo(
     warm_up([plain, drafted], ready[0])
     if not output.json:
         typer.echo(introduction(plain, pair))
-    outcomes = []
+    outcomes: list[Outcome] = []
+    interrupted = False
     about = {**header(drafted, pair), "rule": drafted.rule_for(params), "seed": params.seed}
     names = [{"prompt": prompt.category, "drafter": name} for prompt in chosen for name in ("none", pair.drafter)]
     with open_trace(output.trace, params, names, **about) as trace:
-        for number, (prompt, messages) in enumerate(zip(chosen, ready)):
-            stage = Stage(pair.drafter, trace, number, output.json)
-            stage.announce(f"{number + 1}. {prompt.category}", prompt.text)
-            outcomes.append(play(plain, drafted, prompt, messages, params, stage))
-            stage.conclude(outcomes[-1])
+        try:
+            for number, (prompt, messages) in enumerate(zip(chosen, ready)):
+                stage = Stage(pair.drafter, trace, number, output.json)
+                stage.announce(f"{number + 1}. {prompt.category}", prompt.text)
+                outcomes.append(play(plain, drafted, prompt, messages, params, stage))
+                stage.conclude(outcomes[-1])
+        except KeyboardInterrupt:
+            interrupted = True
     drafted.close()
     finish(outcomes, drafted, pair, output.json, time.perf_counter() - began)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def introduction(engine: Engine, pair: Pair) -> str:
@@ -121,7 +128,7 @@ def verdict(outcome: Outcome) -> str:
 def finish(outcomes: list[Outcome], engine: Engine, pair: Pair, as_json: bool, seconds: float) -> None:
     if as_json:
         print_json({**header(engine, pair), "seconds": seconds, "prompts": [as_dict(outcome) for outcome in outcomes]})
-    else:
+    elif outcomes:
         end_text()
         on_stdout().print(table(outcomes, pair.drafter))
         typer.echo(
