@@ -107,6 +107,8 @@ class WideEmbedding(nn.Module):
     scale: what some architectures multiply their embeddings with.
     """
 
+    embed_scale: Tensor | None
+
     def __init__(self, table: nn.Parameter | Packed, scale: Tensor | None = None):
         super().__init__()
         self.table = table
@@ -134,7 +136,8 @@ def pack(model: Any) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype in TYPES and child.weight.device.type == "cpu":
-                weight, child.weight = child.weight, None
+                weight = child.weight
+                del child.weight
                 setattr(parent, name, PackedLinear(Packed(weight), child.bias))
                 if owners[weight.data_ptr()] == 1:
                     _skinny.release(weight.data_ptr(), weight.nbytes)
