@@ -450,5 +450,6 @@ def test_the_model_belongs_to_its_target() -> None:
 
 def test_figures_about_memory() -> None:
     t = tiny_target()
-    assert t.memory()["weights"] == sum(p.numel() * 8 for p in t.model.parameters())
+    weights = sum(p.numel() * 8 for p in t.model.parameters())
+    assert weights <= t.memory()["weights"] < 1.01 * weights  # small buffers come on top
     assert t.memory()["kv_per_token"] == 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes
