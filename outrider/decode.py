@@ -189,12 +189,10 @@ def decode(
     try:
         for sequence in sequences:
             open_sequence(target, drafter, sequence)
-        while active := [s for s in sequences if not s.finish]:
+        while active := [s for s in sequences if not (s.finish or s.cancelled)]:
             rounds = step(target, drafter, active, rule, pace)
-            for sequence in active:
-                if sequence.cancelled:
-                    sequence.finish = sequence.finish or "cancelled"
-                if sequence.finish:
+            for sequence in sequences:
+                if sequence.finish or sequence.cancelled:
                     close_sequence(target, sequence)
             yield from rounds
     finally:
