@@ -192,7 +192,9 @@ def decode(
         while active := [s for s in sequences if not (s.finish or s.cancelled)]:
             rounds = step(target, drafter, active, rule, pace)
             for sequence in sequences:
-                if sequence.finish or sequence.cancelled:
+                if sequence.cancelled:
+                    sequence.finish = sequence.finish or "cancelled"
+                if sequence.finish:
                     close_sequence(target, sequence)
             yield from rounds
     finally:
