@@ -54,7 +54,10 @@ def main() -> None:
             total = result.stats.total_seconds
             share = (total - (Timed.seconds - prefill)) / total
             shares[f"{name}, temperature {temperature:g}"] = round(share, 4)
-            print(f"{name:7s} temperature {temperature:g}: {share:6.2%} outside the passes, {result.stats.passes} rounds", flush=True)
+            print(
+                f"{name:7s} temperature {temperature:g}: {share:6.2%} outside the passes, {result.stats.passes} rounds",
+                flush=True,
+            )
     save(arguments.name, {"target": arguments.target.rstrip("/").split("/")[-1], "share_outside_passes": shares})
 
 

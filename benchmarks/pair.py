@@ -51,7 +51,9 @@ def main() -> None:
             extra = {"assistant_model": assistant}
         x = torch.tensor([ids])
         with torch.inference_mode():
-            out = theirs.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=arguments.tokens, do_sample=False, **extra)
+            out = theirs.generate(
+                x, attention_mask=torch.ones_like(x), max_new_tokens=arguments.tokens, do_sample=False, **extra
+            )
         return out[0, len(ids) :].tolist()
 
     runs = {"outrider plain": lambda ids: ours(plain, ids), "transformers plain": lambda ids: other(ids, None)}
