@@ -61,6 +61,8 @@ class Sequence:
             raise ParameterError("stop needs a tokenizer, and this target has none; use stop_token_ids")
         self.number = number
         self.params = params
+        self.rule = rule
+        self.accept, self.lossy = find_rule(rule)
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.sampler = Sampler(params, prompt, target.vocab_size, target.eos, rule, choice, target.tokenizer)
@@ -176,21 +178,18 @@ def find_rule(name: str) -> tuple[accept.Rule, bool]:
     raise ParameterError(f"unknown accept rule {name!r}; exact: {', '.join(accept.RULES)}; lossy: {', '.join(relaxed.RULES)}")
 
 
-def decode(
-    target: Target, drafter: Drafter, sequences: Many[Sequence], rule: str = "block", pace: Pace = Fixed(8)
-) -> Iterator[Round]:
+def decode(target: Target, drafter: Drafter, sequences: Many[Sequence], pace: Pace = Fixed(8)) -> Iterator[Round]:
     """Decode `sequences` together until each has ended; yields one Round per sequence and pass.
 
-    rule: an exact rule of `accept`, or a lossy one of `relaxed` by name. What ended sequences held is freed, also when the
-    generator is closed early, unless they are marked `keep_open`.
+    Each sequence has its own parameters and accept rule. What ended sequences held is freed, also when the generator is closed
+    early, unless they are marked `keep_open`.
     """
-    find_rule(rule)
     sequences = list(sequences)
     try:
         for sequence in sequences:
             open_sequence(target, drafter, sequence)
         while active := [s for s in sequences if not (s.finish or s.cancelled)]:
-            rounds = step(target, drafter, active, rule, pace)
+            rounds = step(target, drafter, active, pace)
             for sequence in sequences:
                 if sequence.cancelled:
                     sequence.finish = sequence.finish or "cancelled"
@@ -231,10 +230,9 @@ def close_sequence(target: Target, sequence: Sequence) -> None:
         state.close()
 
 
-def step(target: Target, drafter: Drafter, active: Many[Sequence], rule: str, pace: Pace) -> list[Round]:
+def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -> list[Round]:
     """One round of every active sequence, through one pass of the target."""
     clock = _Clock()
-    verdict, lossy = find_rule(rule)
     budgets = [_within_limits(budget, s, drafter) for budget, s in zip(pace.budgets(active), active)]
     trees = _propose(drafter, active, budgets, target.vocab_size)
     clock.lap("propose")
@@ -251,7 +249,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], rule: str, pa
     clock.lap("probabilities")
 
     decisions = [
-        verdict(tree, p, s.sampler.draws) if isinstance(p, Tensor) else accept.Decision((0,), -1)
+        s.accept(tree, p, s.sampler.draws) if isinstance(p, Tensor) else accept.Decision((0,), -1)
         for s, tree, p in zip(active, trees, laws)
     ]
     clock.lap("accept")
@@ -295,8 +293,8 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], rule: str, pa
                 logprobs=_logprobs(output, decision.path, tokens, s.params.logprobs) if known else None,
                 finish=s.finish,
                 error=s.error,
-                rule=rule,
-                lossy=lossy,
+                rule=s.rule,
+                lossy=s.lossy,
                 drafter=drafter.name,
                 budget=budget,
                 rows=rows,

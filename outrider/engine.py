@@ -102,8 +102,6 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
-        if len({self.rule_for(p) for p in each}) > 1:
-            raise ParameterError("prompts of one batch need one accept rule: give all of them a seed or none, or name a rule")
         if any(p.prediction is not None for p in each) and not self.drafter.takes_prediction:
             raise ParameterError(
                 f"the drafter {self.drafter.name!r} does not use a prediction; take 'prediction' or 'suffix', or leave it out"
@@ -117,8 +115,7 @@ class Engine:
 
     def decode(self, sequences: Many[Sequence]) -> Iterator[Round]:
         """The Rounds of these sequences, decoded together."""
-        rule = sequences[0].sampler.rule if sequences else "block"
-        return decode(self.target, self.drafter, sequences, rule, self.pace)
+        return decode(self.target, self.drafter, sequences, self.pace)
 
     def generate(
         self,
@@ -207,8 +204,8 @@ class Engine:
             rounds=tuple(rounds),
             prompt_tokens=s.prompt_length,
             seed=s.sampler.seed,
-            rule=s.sampler.rule,
-            lossy=find_rule(s.sampler.rule)[1],
+            rule=s.rule,
+            lossy=s.lossy,
             error=s.error,
         )
 

@@ -316,7 +316,7 @@ def test_off_for_a_while(name: str, shape: str) -> None:
     drafter, extra = make(name, shape, t)
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=9, ignore_eos=True, **extra)
     sequences = [Decoded(t, prompt, params, "coupled", 0, i) for i, prompt in enumerate(PROMPTS)]
-    proposed = sum(r.proposed for r in decode(t, drafter, sequences, "coupled", Now()))
+    proposed = sum(r.proposed for r in decode(t, drafter, sequences, Now()))
     assert [tuple(s.output) for s in sequences] == [o.tokens for o in plain(t, PROMPTS, params, "coupled")]
     assert (proposed > 0) == (name != "none")
     assert t.open_slots == 0

@@ -71,7 +71,7 @@ def test_keep_open() -> None:
     for at in range(3, 12):  # also where the sequence ends in the middle of a draft
         (cut,) = sequences(t, SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=(script[at],)))
         cut.keep_open = True
-        (first, *_) = list(decode(t, Scripted([script]), [cut], "block", Fixed(8)))
+        (first, *_) = list(decode(t, Scripted([script]), [cut], Fixed(8)))
         assert cut.tokens == script[: script.index(script[at], 3) + 1] and cut.slot.tokens == cut.tokens[:-1]
         assert first.accepted == len(cut.output) - (len(cut.output) == 9)
         cut.keep_open = False
@@ -156,7 +156,7 @@ def test_one_sick_sequence(what: float, values: dict[str, Any]) -> None:
     script = PROMPTS[1] + list(wanted[1].tokens)
     for drafter in (NoDrafter(), Scripted([[1] * 40, script, [1] * 40])):
         made = [Sequence(t, p, params, "coupled", 0, i) for i, p in enumerate(PROMPTS)]
-        rounds = list(decode(t, drafter, made, "coupled"))
+        rounds = list(decode(t, drafter, made))
         assert [s.finish for s in made] == ["length", "error", "length"]
         assert [tuple(made[i].output) for i in (0, 2)] == [wanted[i].tokens for i in (0, 2)]
         healthy = tuple(made[1].output)
@@ -202,7 +202,7 @@ def test_parameters_that_cannot_be_honoured() -> None:
     with pytest.raises(ParameterError, match="unknown accept rule 'best'; exact: rejection, block, coupled; lossy: typical"):
         find_rule("best")
     with pytest.raises(ParameterError, match="unknown accept rule"):
-        list(decode(t, NoDrafter(), [], "best"))
+        Sequence(t, [1], SamplingParams(), "best")
 
 
 def test_lossy_rules_are_marked() -> None:
@@ -220,7 +220,7 @@ def test_a_fork_goes_on_alone() -> None:
     for other in made[1:]:
         other.attach(t.open(made[0].slot, made[0].slot.length), made[0].state.fork(other.sampler))
     outcomes: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    rounds = list(decode(t, drafter, made, "coupled", Fixed(3)))
+    rounds = list(decode(t, drafter, made, Fixed(3)))
     for r in rounds:
         outcomes[r.sequence] += r.emitted
     wanted = plain(target(), [PROMPTS[2]] * 3, free(10, temperature=1.0, seed=3), "coupled", choices=[0, 1, 2])

@@ -71,8 +71,9 @@ def test_which_rule() -> None:
     assert engine(accept="rejection").generate("bcd", max_tokens=2, seed=1).rule == "rejection"
     with pytest.raises(ParameterError, match="'block' is defined for chains"):
         engine(options={"shape": "tree"}, accept="block")
-    with pytest.raises(ParameterError, match="one accept rule"):
-        chain.generate(["b", "c"], [SamplingParams(seed=1), SamplingParams()])
+    mixed = chain.generate(["b", "c"], [SamplingParams(seed=1, max_tokens=9), SamplingParams(max_tokens=9)])
+    assert [r.rule for r in mixed] == ["coupled", "block"]
+    assert mixed[0].tokens == chain.generate("b", seed=1, max_tokens=9).tokens
     both = engine(accept="coupled").generate(["b", "c"], [SamplingParams(seed=1, max_tokens=2), SamplingParams(max_tokens=2)])
     assert [r.rule for r in both] == ["coupled"] * 2
     with pytest.raises(ParameterError, match="unknown accept rule"):

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig
 
 from outrider import kernels
 from outrider.kernels import PANEL, Packed, PackedLinear, pack
@@ -142,6 +142,57 @@ def test_a_packed_model_says_what_the_float32_model_says(name, dtype):
     padding = (linears + 1) * PANEL * 72 * dtype.itemsize  # outputs are padded to whole panels
     widened = sum(p.numel() * (4 - dtype.itemsize) for p in target.model.parameters() if p.dtype == torch.float32)
     assert held <= target.memory()["weights"] <= held + padding + widened
+
+
+SPARSE = dict(
+    vocab_size=101,
+    hidden_size=48,
+    intermediate_size=40,
+    moe_intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    num_experts=8,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_a_sparse_model_reads_only_the_experts_that_its_rows_chose(kind):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SPARSE)
+    model, reference = (AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval() for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    reference.load_state_dict(model.state_dict())
+    reference.set_experts_implementation("eager")
+    pack(model)
+    target = TransformersTarget(model)
+    experts = [m for m in model.modules() if hasattr(m, "packed_up_proj")]
+    assert len(experts) == 2
+    read, chosen = [], []
+    for layer, module in enumerate(experts):
+        for number, packed in enumerate(module.packed_up_proj):
+            packed.register_forward_hook(lambda m, *_, at=(layer, number): read.append((at, m.panels.nbytes)))
+        module.register_forward_pre_hook(
+            lambda _, arguments, layer=layer: chosen.extend((layer, e) for e in arguments[1].unique().tolist())
+        )
+    for rows in (1, 2, 5, 16):
+        tokens = torch.randint(3, 101, (1, rows))
+        read.clear()
+        chosen.clear()
+        slot = target.open()
+        (output,) = target.forward([(slot, DraftTree.chain(int(tokens[0, 0]), tokens[0, 1:].tolist()))])
+        with torch.no_grad():
+            exact = reference(tokens).logits[0]
+        assert (output.logits - exact).abs().max() < 1e-4 * exact.abs().max()
+        assert sorted(at for at, _ in read) == sorted(set(chosen))  # each of the union once, and no other
+        one = experts[0].packed_up_proj[0].panels.nbytes
+        assert sum(size for _, size in read) == len(chosen) * one
+        assert rows > 1 or len(chosen) == 2 * 2
 
 
 def test_layers_that_share_a_weight_keep_it():

@@ -130,7 +130,7 @@ def test_output_equals_plain_decoding(params, rule):
 
     def run(drafter):
         sequences = [Sequence(target, prompt, params, rule) for prompt in prompts]
-        rounds = list(decode(target, drafter, sequences, rule))
+        rounds = list(decode(target, drafter, sequences))
         return [s.output for s in sequences], rounds
 
     from outrider.drafters import NoDrafter

@@ -217,7 +217,7 @@ def test_it_stops_before_it_draws(how: str, values: dict[str, Any]) -> None:
         return original(*args, **options)
 
     s.sampler.draw = draw  # type: ignore[method-assign]
-    rounds = list(decode(t, drafter, [s], "rejection", Priced()))
+    rounds = list(decode(t, drafter, [s], Priced()))
     lengths = {r.proposed for r in rounds}
     assert drawn == sum(r.proposed for r in rounds) > 0
     assert len(lengths) > 2 and max(lengths) < 8

@@ -198,7 +198,7 @@ def test_output_equals_plain_decoding(temperature, rule):
     def run(drafter, prediction):
         params = SamplingParams(temperature, seed=3, max_tokens=50, prediction=prediction)
         sequences = [Sequence(target, prompt, params, rule, number=i) for i, prompt in enumerate(([1, 2, 3], [4, 5]))]
-        rounds = list(decode(target, drafter, sequences, rule))
+        rounds = list(decode(target, drafter, sequences))
         return sequences, rounds
 
     plain, _ = run(NoDrafter(), None)

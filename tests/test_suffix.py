@@ -331,7 +331,7 @@ def test_output_equals_plain_decoding(shape, temperature, rule):
 
     def run(drafter):
         sequences = [Sequence(target, prompt, params, rule) for prompt in ([1, 2, 3], [4, 5], [2])]
-        rounds = list(decode(target, drafter, sequences, rule))
+        rounds = list(decode(target, drafter, sequences))
         return [s.output for s in sequences], rounds
 
     plain, _ = run(NoDrafter())

@@ -56,7 +56,7 @@ class Sampling(Drafter):
 def run(drafter: Drafter, rule: str, draft: int = 4, **params: Any) -> list[Round]:
     given = SamplingParams(**{"temperature": 1.0, "seed": 5, "max_tokens": 24, "logprobs": 3, **params})
     sequences = [Sequence(TARGET, [1, 2, 3 + i], given, rule, number=i) for i in range(2)]
-    return list(decode(TARGET, drafter, sequences, rule, Fixed(draft)))
+    return list(decode(TARGET, drafter, sequences, Fixed(draft)))
 
 
 ROUNDS = {

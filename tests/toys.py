@@ -44,7 +44,7 @@ def run(
     numbers = choices or [0] * len(prompts)
     sequences = [Decoded(target, p, q, rule, c, i) for i, (p, q, c) in enumerate(zip(prompts, each, numbers))]
     rounds: list[list[Round]] = [[] for _ in sequences]
-    for r in decode(target, drafter, sequences, rule, Fixed(draft)):
+    for r in decode(target, drafter, sequences, Fixed(draft)):
         rounds[r.sequence].append(r)
     for s, own in zip(sequences, rounds):
         check_figures(s, own)

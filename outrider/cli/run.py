@@ -92,11 +92,8 @@ def header(engine: Engine, pair: Pair) -> dict[str, Any]:
 
 def answer(engine: Engine, prompt: Any, params: SamplingParams, pair: Pair, output: Output) -> None:
     """Decode one prompt, showing it as it comes; an interruption ends it where it is."""
-    from ..decode import find_rule
-
     (sequence,) = engine.sequences([prompt], params)
-    sampler = sequence.sampler
-    about = {**header(engine, pair), "rule": sampler.rule, "lossy": find_rule(sampler.rule)[1], "seed": sampler.seed}
+    about = {**header(engine, pair), "rule": sequence.rule, "lossy": sequence.lossy, "seed": sequence.sampler.seed}
     rounds: list[Round] = []
     interrupted = False
     with open_trace(output.trace, params, [{"prompt_tokens": sequence.prompt_length}], **about) as trace:

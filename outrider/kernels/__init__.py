@@ -122,16 +122,23 @@ class WideEmbedding(nn.Module):
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 
+def release(weight: Tensor) -> None:
+    """Give the memory of a tensor back that nobody will read again: of a mapped file its pages would stay counted as ours."""
+    assert _skinny is not None
+    _skinny.release(weight.data_ptr(), weight.nbytes)
+
+
 def pack(model: Any) -> int:
-    """Put packed modules in place of the linear layers and embeddings of a transformers model on the CPU.
+    """Put packed modules in place of the linear layers, experts and embeddings of a transformers model on the CPU.
 
     Each weight is freed as soon as it is packed, so that memory never holds much more than one copy. Everything else becomes
-    float32. Returns how many linear layers were packed.
+    float32. Returns how many matrices were packed.
     """
-    assert _skinny is not None
+    from .experts import pack_experts
+
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and type(head) is nn.Linear and head.weight.data_ptr() == embedding.weight.data_ptr()
-    count = 0
+    count = pack_experts(model)
     owners = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -140,7 +147,7 @@ def pack(model: Any) -> int:
                 del child.weight
                 setattr(parent, name, PackedLinear(Packed(weight), child.bias))
                 if owners[weight.data_ptr()] == 1:
-                    _skinny.release(weight.data_ptr(), weight.nbytes)
+                    release(weight)
                 del weight
                 count += 1
     scale = getattr(embedding, "embed_scale", None)
