@@ -144,19 +144,19 @@ def test_a_packed_model_says_what_the_float32_model_says(name, dtype):
     assert held <= target.memory()["weights"] <= held + padding + widened
 
 
-SPARSE = dict(
-    vocab_size=101,
-    hidden_size=48,
-    intermediate_size=40,
-    moe_intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=12,
-    num_experts=8,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-)
+SPARSE = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -5,7 +5,7 @@ transformers' models with experts call the function registered here through `Exp
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def pack_experts(model: Any) -> int:
     return count
 
 
-def _stacked(weight: Any) -> bool:
+def _stacked(weight: Any) -> TypeGuard[Tensor]:
     return isinstance(weight, Tensor) and weight.dim() == 3 and weight.dtype in TYPES and weight.device.type == "cpu"
 
 
