@@ -33,7 +33,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     target = TransformersTarget.load(arguments.target, dtype="float32")
-    drafter = ModelDrafter(TransformersTarget.load(arguments.drafter, dtype="float32"), ModelOptions())
+    small = TransformersTarget.load(arguments.drafter, dtype="float32")
+    drafter = ModelDrafter(small, ModelOptions(), small.n_parameters / target.n_parameters)
     load = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load(arguments.target, dtype=torch.float32)
     assistant = load(arguments.drafter, dtype=torch.float32)

@@ -92,6 +92,48 @@ def test_an_empty_batch_and_leading_dimensions():
     assert linear(torch.randn(2, 3, 6)).shape == (2, 3, 10)
 
 
+@pytest.mark.parametrize("size", kernels.HEAD_SIZES)
+def test_attention_equals_float64(variant, size):
+    g = torch.Generator().manual_seed(5)
+    for heads, kv_heads, n, m in ((1, 1, 1, 1), (4, 2, 3, 9), (6, 2, 16, 130), (5, 5, 2, 17), (12, 1, 7, 300)):
+        store = torch.full((2, kv_heads, m + 5, size), torch.nan)  # what lies behind the kept keys must not be read
+        store[:, :, :m] = torch.randn(2, kv_heads, m, size, generator=g)
+        keys, values = store[0, :, :m], store[1, :, :m]
+        q = 2 * torch.randn(n, heads, size, generator=g).transpose(0, 1)
+        columns = min(n, m)
+        mask = torch.zeros(n, columns).masked_fill_(torch.rand(n, columns, generator=g) < 0.4, -torch.inf)
+        mask[:, 0] = 0
+        sinks = torch.randn(heads, generator=g)
+        for hide, sink in ((None, None), (mask, None), (mask, sinks)):
+            scores = q.double() @ keys.double().repeat_interleave(heads // kv_heads, 0).mT * size**-0.5
+            if hide is not None:
+                scores[:, :, m - columns :] += hide
+            if sink is not None:
+                scores = torch.cat([scores, sink.double()[:, None, None].expand(heads, n, 1)], -1)
+            exact = scores.softmax(-1)[:, :, :m] @ values.double().repeat_interleave(heads // kv_heads, 0)
+            assert kernels.can_attend(q, values)
+            out = kernels.attend(q, keys, values, hide, size**-0.5, sink)
+            assert (out.transpose(0, 1) - exact).abs().max() < 3e-6
+
+
+def test_attention_of_a_row_does_not_depend_on_what_it_does_not_see(variant):
+    g = torch.Generator().manual_seed(6)
+    length, path = 70, [0, 2, 5, 6]  # rows of a tree of 8 that form a path
+    keys, values = torch.randn(2, 2, length + 8, 64, generator=g)
+    q = torch.randn(6, 8, 64, generator=g)
+    hidden = torch.ones(8, 8, dtype=torch.bool)
+    for at, row in enumerate(path):
+        hidden[row, path[: at + 1]] = False
+    for row in {1, 3, 4, 7}:
+        hidden[row, row] = False
+    tree = kernels.attend(q, keys, values, torch.zeros(8, 8).masked_fill_(hidden, -torch.inf), 0.125, None)
+    seen = [*range(length), *(length + row for row in path)]
+    for at, row in enumerate(path):
+        own = seen[: length + at + 1]
+        alone = kernels.attend(q[:, row : row + 1], keys[:, own], values[:, own], None, 0.125, None)
+        assert torch.equal(tree[row], alone[0])
+
+
 CONFIGS = {
     "llama": LlamaConfig(
         vocab_size=101, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2

@@ -224,8 +224,9 @@ def test_it_stops_before_it_draws(how: str, values: dict[str, Any]) -> None:
     for r in rounds:
         likely = 1.0
         for score in r.score[1:] if r.score else ():
+            assert likely >= 0.3  # an unlikely token may be drawn, and is kept; nothing is drawn after it
             likely *= score
-            assert likely >= 0.3
+        assert values or likely >= 0.3
 
 
 def test_options() -> None:

@@ -26,17 +26,18 @@ LEAST_OVERLAP = 0.9
 @dataclass(frozen=True)
 class ModelOptions(Options):
     """greedy: draft the most likely token instead of drawing one (at temperature 0 it is the same).
-    min_probability: stop before a token whose path would be less likely than this. device, dtype: where and how the drafter
+    min_probability: stop before a token whose path would be less likely than this; by default what a draft step costs, as the
+    drafter's share of the target's parameters, at most a half. device, dtype: where and how the drafter
     runs; by default like the target.
     """
 
     greedy: bool = False
-    min_probability: float = 0.0
+    min_probability: float | None = None
     device: str | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_probability < 1:
+        if self.min_probability is not None and not 0 <= self.min_probability < 1:
             raise ParameterError(f"option min_probability must be at least 0 and below 1; got {self.min_probability}")
 
 
@@ -94,10 +95,13 @@ class ModelDrafter(Drafter):
     Options = ModelOptions
     options: ModelOptions
 
-    def __init__(self, model: Target, options: ModelOptions | None = None):
+    def __init__(self, model: Target, options: ModelOptions | None = None, cost: float = 0.0):
+        """cost: of one draft step, as a share of a step of the target; no token less likely than this is drafted by default."""
         super().__init__(options)
         self.model = model
         self.context_length = model.context_length
+        least = self.options.min_probability
+        self.least = min(cost, 0.5) if least is None else least
 
     @classmethod
     def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> ModelDrafter:
@@ -115,7 +119,7 @@ class ModelDrafter(Drafter):
                 OutriderWarning,
                 stacklevel=2,
             )
-        return cls(model, options)
+        return cls(model, options, model.n_parameters / target.n_parameters if target.n_parameters else 0.0)
 
     def open(self, sampler: Sampler) -> ModelState:
         return ModelState(sampler, self.model)
@@ -127,7 +131,7 @@ class ModelDrafter(Drafter):
             outputs = self.model.forward([(draft.state.slot, tree) for draft, tree in zip(active, trees)])
             for draft, output in zip(active, outputs):
                 assert output.logits is not None
-                draft.advance(output.logits[-1], self.options)
+                draft.advance(output.logits[-1], self.least, self.options.greedy)
         return [draft.tree() for draft in drafts]
 
 
@@ -146,20 +150,21 @@ class _Draft:
         if state.foreign:
             self.to_feed = []
 
-    def advance(self, logits: Tensor, options: ModelOptions) -> None:
+    def advance(self, logits: Tensor, least: float, greedy: bool) -> None:
         """Take note of the pass over `to_feed`; draw the next token from its last row ``[V]``, or stop before that."""
         self.state.feed(self.to_feed)
         self.to_feed = []
-        confidence = float((logits.max() - logits.logsumexp(0)).exp())
-        if self.likely * confidence < max(options.min_probability, self.budget.price):
+        total = logits.logsumexp(0)
+        if self.likely * float((logits.max() - total).exp()) < max(least, self.budget.price):
             return
-        drawn, q = self.state.sampler.draw(logits, self.tokens, greedy=options.greedy)
+        drawn, q = self.state.sampler.draw(logits, self.tokens, greedy=greedy)
         if not drawn:
             return
+        chance = float((logits[drawn[0]] - total).exp())
         self.tokens += drawn
         self.q.append(q)
-        self.likely *= confidence
-        self.score.append(confidence)
+        self.likely *= chance
+        self.score.append(chance)
         if len(self.tokens) < min(self.budget.nodes, self.budget.depth) and drawn[0] < self.state.model.vocab_size:
             self.to_feed = drawn
 

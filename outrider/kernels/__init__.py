@@ -13,14 +13,18 @@ import importlib
 import os
 from collections import Counter
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ParameterError
 
+if TYPE_CHECKING:
+    from .choose import Choice, Shape
+
 PANEL = 32
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -51,6 +55,8 @@ def _choose() -> tuple[str, int]:
 
 VARIANT, _number = _choose()
 """Name of the variant in use, or ``off``."""
+TURNED_OFF = os.environ.get("OUTRIDER_KERNEL") == "off"
+"""Whether models keep their own linear layers because the user says so."""
 
 
 class Packed(nn.Module):
@@ -65,8 +71,20 @@ class Packed(nn.Module):
         self.n, self.k = weight.shape
         panels = torch.empty((self.n + PANEL - 1) // PANEL, self.k, PANEL, dtype=weight.dtype)
         _skinny.pack(weight.data_ptr(), panels.data_ptr(), self.n, self.k, weight.element_size(), torch.get_num_threads())
+        self._hold(panels)
+
+    @classmethod
+    def of(cls, panels: Tensor, n: int) -> Packed:
+        """Around panels that there are already, with n outputs."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.n, self.k = n, panels.shape[1]
+        self._hold(panels)
+        return self
+
+    def _hold(self, panels: Tensor) -> None:
         self.register_buffer("panels", panels, persistent=False)
-        self._weights = (panels.data_ptr(), self.n, self.k, TYPES[weight.dtype])
+        self._weights = (panels.data_ptr(), self.n, self.k, TYPES[panels.dtype])
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows ``[..., K]`` of the matrix, float32."""
@@ -84,8 +102,58 @@ class Packed(nn.Module):
         return out
 
 
+def can_attend(q: Tensor, values: Tensor) -> bool:
+    """Whether `attend` takes these queries ``[heads, n, d]`` and values ``[kv_heads, m, d]``."""
+    return (
+        _number >= 0
+        and q.device.type == "cpu"
+        and q.dtype == values.dtype == torch.float32
+        and q.shape[-1] in HEAD_SIZES
+        and values.shape[-1] in HEAD_SIZES
+    )
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor | None) -> Tensor:
+    """Softmax attention of n rows ``[heads, n, d]`` over m keys ``[kv_heads, m, d]``; ``[n, heads, d]``, float32.
+
+    mask: added to the scores of the last columns, ``[n, columns]``. sinks: for each head a score that takes part in the softmax
+    without a value. A row's result does not depend on the rows beside it, nor on keys that its mask hides.
+    """
+    assert _skinny is not None
+    heads, n, size = q.shape
+    kv_heads, m, value_size = values.shape
+    q = q if q.stride(2) == 1 else q.contiguous()
+    keys = keys if keys.stride()[1:] == (size, 1) else keys.contiguous()
+    values = values if values.stride()[1:] == (value_size, 1) else values.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    out = q.new_empty(n, heads, value_size)
+    _skinny.attend(
+        q.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        heads,
+        kv_heads,
+        n,
+        m,
+        size,
+        value_size,
+        0 if mask is None else mask.shape[1],
+        q.stride(0),
+        q.stride(1),
+        keys.stride(0),
+        values.stride(0),
+        scaling,
+        _number,
+        torch.get_num_threads(),
+    )
+    return out
+
+
 class PackedLinear(nn.Module):
-    """Takes the place of an `nn.Linear` on the CPU. float32 in and out."""
+    """Takes the place of an `nn.Linear` on the CPU. Out comes the type that goes in; the arithmetic is float32."""
 
     def __init__(self, packed: Packed, bias: Tensor | None = None):
         super().__init__()
@@ -94,14 +162,16 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().float().contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.packed(x, self.bias)
+        if x.dtype == torch.float32:
+            return self.packed(x, self.bias)
+        return self.packed(x.float(), self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
 
 
 class WideEmbedding(nn.Module):
-    """Takes the place of an `nn.Embedding`: rows of a matrix in its own type, widened to float32.
+    """Takes the place of an `nn.Embedding`: rows of a matrix in its own type, widened to the model's.
 
     table: the embedding's weight ``[V, H]``, or the packed output projection where both are one matrix.
     scale: what some architectures multiply their embeddings with.
@@ -109,57 +179,63 @@ class WideEmbedding(nn.Module):
 
     embed_scale: Tensor | None
 
-    def __init__(self, table: nn.Parameter | Packed, scale: Tensor | None = None):
+    def __init__(self, table: nn.Parameter | Packed, scale: Tensor | None = None, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.table = table
-        self.register_buffer("embed_scale", None if scale is None else scale.float(), persistent=False)
+        self.dtype = dtype
+        self.register_buffer("embed_scale", None if scale is None else scale.to(dtype), persistent=False)
 
     def forward(self, index: Tensor) -> Tensor:
         if isinstance(self.table, Packed):
-            rows = self.table.rows(index)
+            rows = self.table.rows(index).to(self.dtype)
         else:
-            rows = nn.functional.embedding(index, self.table).float()
+            rows = nn.functional.embedding(index, self.table).to(self.dtype)
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 
 def release(weight: Tensor) -> None:
     """Give the memory of a tensor back that nobody will read again: of a mapped file its pages would stay counted as ours."""
-    assert _skinny is not None
-    _skinny.release(weight.data_ptr(), weight.nbytes)
+    if _skinny is not None:
+        _skinny.release(weight.data_ptr(), weight.nbytes)
 
 
-def pack(model: Any) -> int:
-    """Put packed modules in place of the linear layers, experts and embeddings of a transformers model on the CPU.
+def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[Shape, Choice] | None = None) -> int:
+    """Put what `choose` chose (our kernel, without choices) in place of the linear layers of a transformers model on the CPU.
 
-    Each weight is freed as soon as it is packed, so that memory never holds much more than one copy. Everything else becomes
-    float32. Returns how many matrices were packed.
+    With float32 arithmetic experts and embeddings are packed too, and everything else becomes float32. Each weight is freed as
+    soon as it is packed, so that memory never holds much more than one copy. Returns how many matrices were replaced.
     """
+    from . import choose
     from .experts import pack_experts
 
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and type(head) is nn.Linear and head.weight.data_ptr() == embedding.weight.data_ptr()
-    count = pack_experts(model)
+    embedding, tied = model.get_input_embeddings(), choose.is_tied(model)
+    count = pack_experts(model) if arithmetic == torch.float32 and VARIANT != "off" else 0
     owners = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype in TYPES and child.weight.device.type == "cpu":
-                weight = child.weight
-                del child.weight
-                setattr(parent, name, PackedLinear(Packed(weight), child.bias))
-                if owners[weight.data_ptr()] == 1:
-                    release(weight)
-                del weight
-                count += 1
-    scale = getattr(embedding, "embed_scale", None)
-    if tied:
-        embedding.weight = None
-        table = model.get_output_embeddings().packed
-    else:
-        table = embedding.weight
-    model.set_input_embeddings(WideEmbedding(table, scale))
+    shapes = choose.shapes(model, arithmetic)
+    for parent, name, layer in choose.linears(model):
+        weight = layer.weight.detach()
+        choice = (choices or {}).get(shapes[layer])
+        module = choose.build(choice.chosen if choice else choose.candidates(shapes[layer])[0], layer, arithmetic)
+        kept = module is layer and layer.weight.data_ptr() == weight.data_ptr()
+        if owners[weight.data_ptr()] == 1 and not kept:
+            release(weight)
+        setattr(parent, name, module)
+        count += module is not layer
+        del weight
+    _widen_embedding(model, embedding, model.get_output_embeddings() if tied else None, arithmetic)
     for module in model.modules():
-        if not isinstance(module, (Packed, WideEmbedding)):
+        if arithmetic == torch.float32 and not isinstance(module, (Packed, WideEmbedding)):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.float()
     return count
+
+
+def _widen_embedding(model: Any, embedding: Any, head: nn.Module | None, arithmetic: torch.dtype) -> None:
+    """Read the embeddings from the packed matrix of the output projection that is tied to them, or from their own 16 bits."""
+    scale = getattr(embedding, "embed_scale", None)
+    if isinstance(head, PackedLinear):
+        embedding.weight = None
+        model.set_input_embeddings(WideEmbedding(head.packed, scale, arithmetic))
+    elif embedding.weight.dtype != arithmetic:
+        model.set_input_embeddings(WideEmbedding(embedding.weight, scale, arithmetic))

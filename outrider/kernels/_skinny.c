@@ -5,7 +5,9 @@
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -13,7 +15,8 @@
 #endif
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-enum { PANEL = 32, MOST_ROWS = 48, DEPTH = 256 };
+enum { PANEL = 32, MOST_ROWS = 48, DEPTH = 256 };          /* of the matrix product */
+enum { MOST_HEAD = 256, ATTEND_ROWS = 12, KEYS = 64 }; /* of attention */
 
 struct linear {
     const float *x;
@@ -22,6 +25,15 @@ struct linear {
     float *out;
     long M, N, K;
     int type;
+};
+
+struct attention {
+    const float *q, *keys, *values; /* [heads][n][key_size], [kv_heads][m][key_size], [kv_heads][m][value_size] */
+    const float *mask, *sinks;      /* [n][mask_columns] for the last columns, [heads]; or NULL */
+    float *out;                     /* [n][heads][value_size] */
+    long heads, kv_heads, n, m, key_size, value_size, mask_columns;
+    long q_head_stride, q_row_stride, key_stride, value_stride;
+    float scaling;
 };
 
 #if defined(__x86_64__)
@@ -52,19 +64,19 @@ struct linear {
 #define TARGET
 #include "_skinny.h"
 
-typedef void (*variant)(const struct linear *, long);
 static const struct {
     const char *name;
-    variant run;
+    void (*linear)(const struct linear *, long panel);
+    void (*attend)(const struct attention *, long kv_head, long first, long rows, float *scores);
 } variants[] = {
 #if defined(__x86_64__)
-    {"avx512", linear_avx512},
-    {"avx2", linear_avx2},
+    {"avx512", linear_avx512, attend_avx512},
+    {"avx2", linear_avx2, attend_avx2},
 #endif
 #if defined(__aarch64__)
-    {"neon", linear_portable},
+    {"neon", linear_portable, attend_portable},
 #else
-    {"portable", linear_portable},
+    {"portable", linear_portable, attend_portable},
 #endif
 };
 enum { VARIANTS = sizeof variants / sizeof variants[0] };
@@ -73,10 +85,10 @@ static int usable(int index)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (variants[index].run == linear_avx512)
+    if (variants[index].linear == linear_avx512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
-    if (variants[index].run == linear_avx2)
+    if (variants[index].linear == linear_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
     (void)index;
@@ -107,13 +119,47 @@ static PyObject *linear(PyObject *self, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "variant %d cannot run on this processor", which);
     struct linear p = {(const float *)(uintptr_t)x, (const void *)(uintptr_t)weights, (const float *)(uintptr_t)bias,
                        (float *)(uintptr_t)out, M, N, K, type};
-    variant run = variants[which].run;
     long panels = (N + PANEL - 1) / PANEL;
     Py_BEGIN_ALLOW_THREADS
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && panels > 1)
     for (long panel = 0; panel < panels; panel++)
-        run(&p, panel);
+        variants[which].linear(&p, panel);
     Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *attend(PyObject *self, PyObject *args)
+{
+    unsigned long long q, keys, values, mask, sinks, out;
+    struct attention p;
+    int which, threads, failed = 0;
+    if (!PyArg_ParseTuple(args, "KKKKKKlllllllllllfii", &q, &keys, &values, &mask, &sinks, &out, &p.heads, &p.kv_heads, &p.n, &p.m,
+                          &p.key_size, &p.value_size, &p.mask_columns, &p.q_head_stride, &p.q_row_stride, &p.key_stride,
+                          &p.value_stride, &p.scaling, &which, &threads))
+        return NULL;
+    if (which < 0 || which >= VARIANTS || !usable(which))
+        return PyErr_Format(PyExc_ValueError, "variant %d cannot run on this processor", which);
+    p.q = (const float *)(uintptr_t)q, p.keys = (const float *)(uintptr_t)keys, p.values = (const float *)(uintptr_t)values;
+    p.mask = (const float *)(uintptr_t)mask, p.sinks = (const float *)(uintptr_t)sinks, p.out = (float *)(uintptr_t)out;
+    long rows = p.heads / p.kv_heads * p.n, parts = (threads + p.kv_heads - 1) / p.kv_heads; /* of the rows of one key-value head */
+    if (parts > rows)
+        parts = rows;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : failed) if (threads > 1 && p.m * rows > 512)
+    for (long task = 0; task < p.kv_heads * parts; task++) {
+        long begin = task % parts * rows / parts, end = (task % parts + 1) * rows / parts;
+        float *scores = malloc(ATTEND_ROWS * (p.m + 16) * sizeof(float));
+        if (!scores) {
+            failed = 1;
+            continue;
+        }
+        for (long first = begin; first < end; first += ATTEND_ROWS)
+            variants[which].attend(&p, task / parts, first, end - first < ATTEND_ROWS ? end - first : ATTEND_ROWS, scores);
+        free(scores);
+    }
+    Py_END_ALLOW_THREADS
+    if (failed)
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
@@ -165,6 +211,7 @@ static PyObject *release(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"variants", list_variants, METH_NOARGS, "Name and number of the variants that this processor can run, best first."},
     {"linear", linear, METH_VARARGS, "linear(x, weights, bias, out, M, N, K, type, variant, threads): addresses and sizes."},
+    {"attend", attend, METH_VARARGS, "attention of a few rows of one sequence: addresses, sizes and strides of struct attention"},
     {"pack", pack, METH_VARARGS, "pack(weights, packed, N, K, element_size, threads)"},
     {"release", release, METH_VARARGS, "release(address, bytes): the contents are lost"},
     {NULL, NULL, 0, NULL},

@@ -108,6 +108,8 @@ TARGET static void VARIANT(linear)(const struct linear *p, long panel)
     }
 }
 
+#include "_attend.h"
+
 #undef VARIANT
 #undef W
 #undef ROWS

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
+from .. import kernels
 from ..tree import DraftTree
 from .base import Slot
 
@@ -183,6 +184,8 @@ def _attention(
             keys, values = keys.repeat_interleave(repeat, 0), values.repeat_interleave(repeat, 0)
         x = torch.nn.functional.scaled_dot_product_attention(q[None], keys[None], values[None], mask, scale=scaling)
         return x[0].transpose(0, 1)
+    if softcap is None and kernels.can_attend(q, values):
+        return kernels.attend(q, keys, values, mask, scaling, sinks)
     grouped = q.reshape(kv_heads, heads // kv_heads * n, -1)
     scores = (grouped @ keys.transpose(1, 2)).mul_(scaling)  # [kv_heads, group * n, m]
     if softcap is not None:
