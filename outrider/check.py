@@ -12,12 +12,15 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Sequence
 
+from . import kernels
 from .decode import Sequence as Decoding
 from .decode import close_sequence, open_sequence
 from .drafters import Drafter
 from .errors import PromptError
+from .kernels.choose import ROWS as ROWS_MEASURED
+from .kernels.choose import cache_file
 from .sampling import SamplingParams
-from .targets.base import Target
+from .targets.base import Slot, Target
 from .tree import Budget, DraftTree
 
 ROWS = (1, 2, 4, 8, 16)
@@ -77,12 +80,12 @@ class Costs:
 
 def measure(target: Target, drafter: Drafter, context: int, rows: Sequence[int] = ROWS, repeats: int = REPEATS) -> Costs:
     """Measure a pair on `context` tokens of a real text, with different tokens in every row."""
-    tokens = _text(target, context + max(rows))
+    tokens = text_tokens(target, context + max(rows))
     prompt, ahead = tokens[:context], tokens[context:]
     sequence = Decoding(target, prompt, SamplingParams(max_tokens=max(rows) + 2), "block")
     try:
         open_sequence(target, drafter, sequence)
-        costs = _measure_rows(target, sequence, ahead, rows, repeats)
+        costs = measure_rows(target, sequence.slot, [sequence.tokens[-1], *ahead], rows, repeats)
         few, some = (_measure_draft(drafter, sequence, k, repeats) for k in (1, 8))
     finally:
         close_sequence(target, sequence)
@@ -91,7 +94,8 @@ def measure(target: Target, drafter: Drafter, context: int, rows: Sequence[int] 
     return Costs(context, costs, few[0], step)
 
 
-def _text(target: Target, length: int) -> list[int]:
+def text_tokens(target: Target, length: int) -> list[int]:
+    """So many tokens of a real text, over and over where it ends. Raises PromptError when the context is too short for them."""
     if length > target.context_length:
         raise PromptError(f"--context {length}: the context of {target.name} ends at {target.context_length}")
     if target.tokenizer is None:
@@ -100,16 +104,16 @@ def _text(target: Target, length: int) -> list[int]:
     return (once * (length // len(once) + 1))[:length]
 
 
-def _measure_rows(
-    target: Target, sequence: Decoding, ahead: Sequence[int], rows: Sequence[int], repeats: int
-) -> dict[int, float]:
-    """Milliseconds by number of rows; the numbers take turns, so that a change of the machine's speed meets all of them."""
-    length = sequence.slot.length
+def measure_rows(target: Target, slot: Slot, tokens: Sequence[int], rows: Sequence[int], repeats: int) -> dict[int, float]:
+    """Median milliseconds of a pass over the first n tokens, by n; the numbers take turns, so that a change of the machine's
+    speed meets all of them.
+    """
+    length = slot.length
 
     def one(n: int) -> None:
-        target.forward([(sequence.slot, DraftTree.chain(sequence.tokens[-1], ahead[: n - 1]))])
-        target.commit(sequence.slot, (0,))
-        target.truncate(sequence.slot, length)
+        target.forward([(slot, DraftTree.chain(tokens[0], tokens[1:n]))])
+        target.commit(slot, (0,))
+        target.truncate(slot, length)
 
     found: dict[int, list[float]] = {n: [] for n in rows}
     for repeat in range(repeats + 1):
@@ -179,6 +183,11 @@ def tokenizers(target: Target, model: Target) -> dict[str, Any]:
     }
 
 
+def chosen(model: Target) -> list[dict[str, Any]]:
+    """What computes a model's linear layers on this CPU, by shape, with the times that decided it."""
+    return [choice.as_dict() for choice in getattr(model, "choices", ())]
+
+
 def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) -> dict[str, Any]:
     """Everything about a pair, as `outrider check --json` prints it."""
     model = getattr(drafter, "model", None)
@@ -192,6 +201,13 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
             "model": describe(model, draft) if model else None,
         },
         "tokenizers": tokenizers(target, model) if model else None,
+        "kernels": {
+            "variant": kernels.VARIANT,
+            "cache": str(cache_file()),
+            "rows": ROWS_MEASURED,
+            "target": chosen(target),
+            "drafter": chosen(model) if model else [],
+        },
         "costs_ms": {**asdict(costs), "rows_relative": {n: costs.target(n) / costs.target(1) for n in costs.rows}},
         "speedup": {rate: {k: costs.speedup(rate, k) for k in DRAFTS} for rate in RATES},
         "best": {rate: costs.best(rate) for rate in RATES},

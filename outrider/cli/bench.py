@@ -24,6 +24,7 @@ from .session import (
     open_trace,
     print_json,
     say,
+    waiting,
 )
 
 if TYPE_CHECKING:
@@ -66,11 +67,25 @@ def bench(
     output: Output,
     prompts: Annotated[str | None, Option(metavar="FILE", help=".jsonl with prompt or turns, or a text, one a line.")] = None,
     limit: Annotated[int | None, Option(min=1, help="At most this many prompts.")] = None,
-    repeat: Annotated[int, Option(min=1, help="Repetitions; the figures are medians over them.")] = 1,
+    repeat: Annotated[
+        int | None, Option(min=1, help="Repetitions; the figures are medians over them. [default: 1; --roofline: 7]")
+    ] = None,
     raw: Annotated[bool, Option("--raw", help="Continue prompts as they are, without the chat template.")] = False,
     out: Annotated[str | None, Option(metavar="FILE", help="Write the result here, once and for all.")] = None,
+    roofline: Annotated[
+        bool, Option("--roofline", help="Measure passes over 1 to 32 rows, and what the machine would allow.")
+    ] = False,
+    context: Annotated[int | None, Option(min=2, help="Tokens before the rows of --roofline. [default: 128]")] = None,
 ) -> None:
     """Measure drafters beside our own plain decoding, in turns. -o DRAFTER.NAME=VALUE gives an option to one drafter only."""
+    if roofline:
+        given = {"--prompts": prompts, "--limit": limit, "--raw": raw, "--trace": output.trace}
+        refuse_with_roofline(sweep, loading, sampling, given)
+        rooflines(sweep.target, loading, context or 128, repeat or 7, output.json, out)
+        return
+    if context is not None:
+        raise ParameterError("--context belongs to --roofline")
+    repeat = repeat or 1
     from ..bench import report, runner
     from ..bench.prompts import read_prompts
     from ..demo import PROMPTS
@@ -104,6 +119,41 @@ def bench(
         except KeyboardInterrupt:
             done.manifest["interrupted"] = True
     finish(done, output.json, out)
+
+
+def refuse_with_roofline(sweep: Sweep, loading: Loading, sampling: Sampling, given: dict[str, Any]) -> None:
+    """Raise for options that would say nothing to a pass of the target alone."""
+    if (sweep.drafter, sweep.draft, sweep.batch) != (Sweep().drafter, Sweep().draft, Sweep().batch):
+        raise ParameterError("--roofline measures the target alone: no --drafter, --draft, --batch")
+    if loading.option or loading.accept or sampling != Sampling():
+        raise ParameterError("--roofline draws no tokens: no --option, --accept, and nothing about sampling")
+    if wrong := [name for name, value in given.items() if value]:
+        raise ParameterError(f"{wrong[0]} does not go with --roofline")
+
+
+def rooflines(targets: list[str], loading: Loading, context: int, repeats: int, as_json: bool, out: str | None) -> None:
+    """Measure and print a roofline for each target."""
+    from ..bench import report, roofline
+    from ..machine import manifest
+
+    report.refuse_overwriting(out)
+    check_writable(out)
+    value: dict[str, Any] = {"outrider_roofline": roofline.RESULT_VERSION, **manifest(), "targets": []}
+    for target in targets:
+        model = open_target(target, loading)
+        with waiting(f"measuring {target}"):
+            value["targets"].append(roofline.roofline(model, context, repeats))
+        del model
+    if out is not None:
+        report.write(out, value)
+    if as_json:
+        print_json(value)
+        return
+    console = on_stdout()
+    for found in value["targets"]:
+        console.print(roofline.table(found))
+        console.print(roofline.heading(found), highlight=False)
+    console.print(roofline.LEGEND, style="dim", highlight=False)
 
 
 def own_options(drafter: str, drafters: list[str], given: dict[str, str]) -> dict[str, str]:

@@ -35,6 +35,12 @@ def check(
         return
     console = on_stdout()
     console.print(facts(found))
+    for who in ("target", "drafter"):
+        if found["kernels"][who]:
+            console.print(products(found["kernels"], who))
+            console.print(
+                f"(kernel {found['kernels']['variant']}; measured once, kept in {found['kernels']['cache']})", style="dim"
+            )
     console.print(costs(found["costs_ms"]))
     console.print(speedups(found))
     console.print(found["verdict"], highlight=False)
@@ -84,6 +90,23 @@ def size(value: int | None) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:.3g} GiB"
+
+
+def products(found: dict[str, Any], who: str) -> Table:
+    """What computes the linear layers, by shape; the chosen candidate in bold."""
+    title = f"Linear layers of the {who}, ms a product"
+    table = Table("outputs x inputs, weights in arithmetic", "candidate", title=title, title_justify="left")
+    for n in found["rows"]:
+        table.add_column(f"{n} row{'s' * (n > 1)}", justify="right")
+    table.add_column("chosen")
+    for choice in found[who]:
+        if not choice["ms"]:
+            table.add_row(choice["shape"], choice["chosen"], *("-" for _ in found["rows"]), f"yes ({choice['why']})")
+        for number, (name, times) in enumerate(choice["ms"].items()):
+            mark = name == choice["chosen"]
+            cells = [name, *(f"{ms:.3f}" for ms in times.values()), "yes" * mark]
+            table.add_row("" if number else choice["shape"], *cells, style="bold" if mark else None)
+    return table
 
 
 def costs(found: dict[str, Any]) -> Table:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import LoadError, ParameterError
+from ..kernels.choose import Choice, Shape, choose
 from ..text import Message
 from ..tree import DraftTree
 from .attention import CURRENT, NAME, KVSlot, Pass, PassCache, Segment
@@ -56,6 +57,9 @@ class HFTokenizer:
 
 class TransformersTarget(Target):
     """A causal language model of transformers behind one KV cache per slot."""
+
+    choices: tuple[Choice, ...] = ()
+    """What computes the linear layers, by shape, where `load` had the choice."""
 
     def __init__(self, model: Any, tokenizer: HFTokenizer | None = None, name: str = ""):
         """Takes a model that is already loaded; `load` gets one from a folder or a hub id."""
@@ -103,9 +107,9 @@ class TransformersTarget(Target):
         place = _place(source, revision)
         wanted = _device(device) if device_map is None else None
         exact = wanted == "cpu" and dtype in ("auto", "float32")
-        packs = exact and kernels.VARIANT != "off"
+        chooses = (exact or (wanted == "cpu" and dtype == "bfloat16")) and not kernels.TURNED_OFF
         if exact:
-            dtype = "auto" if packs and "gguf_file" not in place else "float32"
+            dtype = "auto" if kernels.VARIANT != "off" and "gguf_file" not in place else "float32"
         try:
             loader: Any = transformers.AutoModelForCausalLM
             model, info = loader.from_pretrained(
@@ -123,9 +127,13 @@ class TransformersTarget(Target):
                 f"{source} has no weights for {missing[0]} and {len(missing) - 1} more: it is not a complete causal language model"
             )
         n_parameters = sum(p.numel() for p in model.parameters())
-        if packs and getattr(model, "hf_quantizer", None) is None:
-            kernels.pack(model)
+        choices: dict[Shape, Choice] = {}
+        if chooses and getattr(model, "hf_quantizer", None) is None:
+            arithmetic = torch.float32 if exact else torch.bfloat16
+            choices = choose(model, arithmetic)
+            kernels.pack(model, arithmetic, choices)
         target = cls(model, HFTokenizer(tokenizer), source)
+        target.choices = tuple(choices.values())
         target.n_parameters = n_parameters
         if exact:
             target.dtype = torch.float32
@@ -220,7 +228,8 @@ class TransformersTarget(Target):
 
     def memory(self) -> dict[str, int]:
         weights = {t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())}
-        return {"weights": sum(weights.values()), "kv_per_token": self._kv_per_token}
+        opaque = sum(getattr(module, "opaque_bytes", 0) for module in self.model.modules())
+        return {"weights": sum(weights.values()) + opaque, "kv_per_token": self._kv_per_token}
 
     # ---- what cannot be decoded is refused at load --------------------------------------------------------------
 
