@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Callable, Sequence
 
 from . import kernels
 from .decode import Sequence as Decoding
 from .decode import close_sequence, open_sequence
 from .drafters import Drafter
+from .drafters.model import ModelDrafter
 from .errors import PromptError
 from .kernels.choose import ROWS as ROWS_MEASURED
 from .kernels.choose import cache_file
@@ -80,6 +81,7 @@ class Costs:
 
 def measure(target: Target, drafter: Drafter, context: int, rows: Sequence[int] = ROWS, repeats: int = REPEATS) -> Costs:
     """Measure a pair on `context` tokens of a real text, with different tokens in every row."""
+    drafter = _tireless(drafter)
     tokens = text_tokens(target, context + max(rows))
     prompt, ahead = tokens[:context], tokens[context:]
     sequence = Decoding(target, prompt, SamplingParams(max_tokens=max(rows) + 2), "block")
@@ -122,6 +124,13 @@ def measure_rows(target: Target, slot: Slot, tokens: Sequence[int], rows: Sequen
             if repeat:  # the first round warms up
                 found[n].append(taken)
     return {n: statistics.median(times) for n, times in found.items()}
+
+
+def _tireless(drafter: Drafter) -> Drafter:
+    """A draft model without its stop at unlikely tokens: what a step costs is measured by taking it."""
+    if isinstance(drafter, ModelDrafter):
+        return ModelDrafter(drafter.model, replace(drafter.options, min_probability=0.0))
+    return drafter
 
 
 def _measure_draft(drafter: Drafter, sequence: Decoding, k: int, repeats: int) -> tuple[float, int]:
