@@ -10,6 +10,7 @@ in a real pass: rotating copies, together larger than the last-level cache. All 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -40,6 +41,10 @@ SMALL = 8 << 20
 """Models with fewer bytes in linear layers are not worth measuring: they fit in caches."""
 MOST_COPIES = 64 << 20
 """Bytes of rotating copies that a candidate gets at most; three candidates make about 200 MB."""
+
+BUSY = 30
+"""Interruptions by other processes, a second, from which on a measurement is worth nothing."""
+resource: Any = importlib.import_module("resource") if os.name == "posix" else None
 
 Times = dict[str, tuple[float, ...]]
 """Milliseconds at each of ROWS by candidate."""
@@ -146,6 +151,8 @@ def choose(model: Any, arithmetic: torch.dtype = torch.float32) -> dict[Shape, C
     unknown = [s for s in distinct if not set(candidates(s)) <= known.get(str(s), {}).keys()]
     if unknown:
         measured = {str(s): times for s, times in measure(unknown).items()}
+        if not measured:
+            return {s: Choice(s, candidates(s)[0], {}, "the machine is busy") for s in distinct}
         remember(measured)
         known |= measured
     return {s: Choice(s, decide(known[str(s)], candidates(s)), known[str(s)]) for s in distinct}
@@ -191,11 +198,22 @@ class OneDNNLinear(nn.Module):
 
 @torch.inference_mode()
 def measure(wanted: Sequence[Shape], seconds: float = SECONDS) -> dict[Shape, Times]:
-    """Median milliseconds of every candidate for every shape."""
+    """Median milliseconds of every candidate for every shape; nothing at all when others used our cores meanwhile."""
     size = min(MOST_COPIES, max(2 * last_cache(), MOST_COPIES // 4))
     # The same bits are small numbers in every type. A pool for each candidate: none finds in the cache what another has read.
     pools = {name: torch.full((size // 2,), 0x3C00, dtype=torch.int16) for name in ("packed", "torch")}
-    return {shape: _time(shape, pools, seconds / len(wanted)) for shape in wanted}
+    found: dict[Shape, Times] = {}
+    for shape in wanted:
+        interruptions, began = _interruptions(), time.perf_counter()
+        found[shape] = _time(shape, pools, seconds / len(wanted))
+        if _interruptions() - interruptions > BUSY * (time.perf_counter() - began) + 5:
+            return {}
+    return found
+
+
+def _interruptions() -> int:
+    """How often the system has taken the processor from one of our threads to give it to another process."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def last_cache() -> int:
