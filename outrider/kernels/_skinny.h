@@ -30,7 +30,10 @@ VARIANT(block)(const float *x, long stride, const void *weights, long at, long d
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
             sum[r * vectors + v] = *(VARIANT(floats) *)(tile + r * PANEL + v * W);
+    const long line = PANEL * (type == FLOAT32 ? 4 : 2);
+    const char *ahead = (const char *)weights + at / PANEL * line + AHEAD * line;
     for (long k = 0; k < depth; k++) {
+        __builtin_prefetch(ahead + k * line); /* across pages, where the processor's own prefetching stops */
         VARIANT(floats) w[PANEL / W];
         for (int v = 0; v < vectors; v++)
             w[v] = VARIANT(widen)(weights, at + k * PANEL + v * W, type);
