@@ -8,7 +8,7 @@ context, and it must do two floating-point operations for each weight and row. S
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -36,10 +36,13 @@ bytes = weights once (embeddings: these rows; experts: those chosen), keys and v
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine can do: bytes read and floating-point operations, per second; each the best of several ways to get it."""
+    """What the machine can do: bytes read and floating-point operations, per second. ways: all that were tried, by name; the best
+    of each kind counts.
+    """
 
     bandwidth: float
     flops: float
+    ways: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -214,32 +217,31 @@ def _attention(target: TransformersTarget, slot: Any, rows: int) -> Work:
 @torch.inference_mode()
 def measure_rates(dtype: torch.dtype = torch.float32, seconds: float = SECONDS) -> Rates:
     """The best rates that torch and our kernel reach on torch's threads; dtype: in which the model computes."""
-    return Rates(
-        max(size / _best(work, seconds) for work, size in _streams()),
-        max(flops / _best(work, seconds) for work, flops in _products(dtype)),
-    )
+    streams = {name: size / _best(work, seconds) for name, work, size in _streams()}
+    products = {name: flops / _best(work, seconds) for name, work, flops in _products(dtype)}
+    return Rates(max(streams.values()), max(products.values()), streams | products)
 
 
-def _streams() -> Iterator[tuple[Callable[[], Any], int]]:
-    """Ways to read a buffer much larger than the caches, with its bytes."""
+def _streams() -> Iterator[tuple[str, Callable[[], Any], int]]:
+    """Ways to read a buffer much larger than the caches: name, work, bytes."""
     size = max(256 << 20, 4 * last_cache())
     buffer = torch.full((size // 2,), 0x3C00, dtype=torch.int16)
-    yield buffer.view(torch.float32).sum, size
+    yield "torch sum", buffer.view(torch.float32).sum, size
     if kernels.VARIANT != "off":
         inputs = 4096
         panels = buffer[: size // 2 // (inputs * PANEL) * inputs * PANEL].view(torch.bfloat16).view(-1, inputs, PANEL)
         packed, x = Packed.of(panels, len(panels) * PANEL), torch.ones(1, inputs)
-        yield (lambda: packed(x)), panels.nbytes
+        yield "packed 1 row", lambda: packed(x), panels.nbytes
 
 
-def _products(dtype: torch.dtype) -> Iterator[tuple[Callable[[], Any], int]]:
-    """Products of many rows with a matrix that stays in the caches, with their operations."""
+def _products(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any], int]]:
+    """Products of many rows with a matrix that stays in the caches: name, work, operations."""
     for kind in dict.fromkeys((torch.float32, dtype)):
         a, b = torch.full((2, 1024, 1024), 0.5, dtype=kind)
-        yield (lambda a=a, b=b: a @ b), 2 * 1024**3  # type: ignore[misc]
+        yield f"torch {str(kind).removeprefix('torch.')} product", lambda a=a, b=b: a @ b, 2 * 1024**3  # type: ignore[misc]
     if kernels.VARIANT != "off":
         packed, x = Packed(torch.full((1024, 512), 0.5, dtype=torch.bfloat16)), torch.full((96, 512), 0.5)
-        yield (lambda: packed(x)), 2 * 96 * 1024 * 512
+        yield "packed 96 rows", lambda: packed(x), 2 * 96 * 1024 * 512
 
 
 def _best(work: Callable[[], Any], seconds: float) -> float:
