@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .choose import Choice, Shape
 
 PANEL = 32
-HEAD_SIZES = (16, 32, 64, 80, 96, 128, 192, 256)
+HEAD_MULTIPLE = 16
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -108,8 +108,8 @@ def can_attend(q: Tensor, values: Tensor) -> bool:
         _number >= 0
         and q.device.type == "cpu"
         and q.dtype == values.dtype == torch.float32
-        and q.shape[-1] in HEAD_SIZES
-        and values.shape[-1] in HEAD_SIZES
+        and q.shape[-1] % HEAD_MULTIPLE == 0
+        and values.shape[-1] % HEAD_MULTIPLE == 0
     )
 
 

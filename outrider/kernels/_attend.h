@@ -22,69 +22,73 @@ TARGET static inline VARIANT(floats) VARIANT(exponential)(VARIANT(floats) x)
     return (VARIANT(floats))(((VARIANT(words))y + power) & normal);
 }
 
-TARGET static inline float VARIANT(total)(VARIANT(floats) v)
+/* Turns W vectors of W floats around: on return, vector i holds element i of each. log2(W) perfect shuffles. */
+TARGET static inline __attribute__((always_inline)) void VARIANT(transpose)(VARIANT(floats) *v)
 {
-    float lane[W], sum = 0.0f;
-    *(VARIANT(floats) *)lane = v;
-    for (int half = W / 2; half; half /= 2) /* pairwise, which the compiler keeps in registers */
-        for (int i = 0; i < half; i++)
-            lane[i] += lane[i + half];
-    sum = lane[0];
-    return sum;
-}
-
-/* scores[r][j] = scaling * q[r] . keys[j] for `rows` rows and `vectors` * W elements, a constant after inlining. */
-TARGET static inline __attribute__((always_inline)) void
-VARIANT(scores)(const float *const *q, const float *keys, float *scores, long stride, long m, long rows, float scaling,
-                const int vectors)
-{
-    for (long j = 0; j < m; j++) {
-        const float *key = keys + j * vectors * W;
-        VARIANT(floats) k[MOST_HEAD / W];
-        for (int v = 0; v < vectors; v++)
-            k[v] = *(const VARIANT(floats) *)(key + v * W);
-        for (long r = 0; r < rows; r++) {
-            VARIANT(floats) sum = *(const VARIANT(floats) *)q[r] * k[0];
-            for (int v = 1; v < vectors; v++)
-                sum += *(const VARIANT(floats) *)(q[r] + v * W) * k[v];
-            scores[r * stride + j] = VARIANT(total)(sum) * scaling;
+    for (int round = 1; round < W; round *= 2) {
+        VARIANT(floats) turned[W];
+        for (int i = 0; i < W / 2; i++) {
+            turned[2 * i] = __builtin_shufflevector(v[i], v[i + W / 2], LOW);
+            turned[2 * i + 1] = __builtin_shufflevector(v[i], v[i + W / 2], HIGH);
         }
+        for (int i = 0; i < W; i++)
+            v[i] = turned[i];
     }
 }
 
-/* out[r] = sum over j of weights[r][j] * values[j], keys in order, for `vectors` * W elements. */
+/* scores[r][j] = scaling * q[r] . keys[j] for `rows` rows, W keys at a time, a key in each lane; size is a multiple of W. */
 TARGET static inline __attribute__((always_inline)) void
-VARIANT(mix)(const float *weights, long stride, const float *values, float *const *out, long m, long rows, const int vectors)
+VARIANT(scores)(const float *const *q, const float *keys, float *scores, long stride, long m, const int rows, float scaling, long size)
 {
-    for (long r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            *(VARIANT(floats) *)(out[r] + v * W) = (VARIANT(floats)){0};
-    for (long first = 0; first < m; first += KEYS) { /* a stretch of values that stays in the first cache for all rows */
-        long last = first + KEYS < m ? first + KEYS : m;
-        for (long r = 0; r < rows; r++) {
-            VARIANT(floats) sum[MOST_HEAD / W];
-            for (int v = 0; v < vectors; v++)
-                sum[v] = *(VARIANT(floats) *)(out[r] + v * W);
-            for (long j = first; j < last; j++) {
-                float weight = weights[r * stride + j];
-                for (int v = 0; v < vectors; v++)
-                    sum[v] += *(const VARIANT(floats) *)(values + (j * vectors + v) * W) * weight;
+    for (long j = 0; j < m; j += W) {
+        VARIANT(floats) sum[ATTEND_ROWS] = {0};
+        for (long d = 0; d < size; d += W) {
+            VARIANT(floats) k[W];
+            for (long i = 0; i < W; i++) /* behind the last key its values stand in, and are masked later */
+                k[i] = *(const VARIANT(floats) *)(keys + (j + i < m ? j + i : m - 1) * size + d);
+            VARIANT(transpose)(k);
+            for (int i = 0; i < W; i++)
+                for (int r = 0; r < rows; r++)
+                    sum[r] += k[i] * q[r][d + i];
+        }
+        for (int r = 0; r < rows; r++)
+            *(VARIANT(floats) *)(scores + r * stride + j) = sum[r] * scaling;
+    }
+}
+
+/* out[r] = sum over j of weights[r][j] * values[j] over the sum of the weights and `extra[r]`, keys in order, for `rows` rows. */
+TARGET static inline __attribute__((always_inline)) void
+VARIANT(mix)(const float *weights, long stride, const float *values, float *const *out, const float *extra, long m,
+             const int rows, const int vectors, long size)
+{
+    float total[4];
+    for (long v = 0; v < size / W; v += vectors) {
+        VARIANT(floats) sum[4 * 2] = {0};
+        for (int r = 0; r < rows; r++)
+            total[r] = extra[r];
+        for (long j = 0; j < m; j++) {
+            for (int r = 0; r < rows; r++)
+                total[r] += weights[r * stride + j];
+            for (int u = 0; u < vectors; u++) {
+                VARIANT(floats) value = *(const VARIANT(floats) *)(values + j * size + (v + u) * W);
+                for (int r = 0; r < rows; r++)
+                    sum[r * vectors + u] += value * weights[r * stride + j];
             }
-            for (int v = 0; v < vectors; v++)
-                *(VARIANT(floats) *)(out[r] + v * W) = sum[v];
         }
+        for (int r = 0; r < rows; r++)
+            for (int u = 0; u < vectors; u++)
+                *(VARIANT(floats) *)(out[r] + (v + u) * W) = sum[r * vectors + u] / total[r];
     }
 }
 
-#define CASES(call)                                                                                                           \
-    case 16 / W: call(16 / W); break;                                                                                         \
-    case 32 / W: call(32 / W); break;                                                                                         \
-    case 64 / W: call(64 / W); break;                                                                                         \
-    case 80 / W: call(80 / W); break;                                                                                         \
-    case 96 / W: call(96 / W); break;                                                                                         \
-    case 128 / W: call(128 / W); break;                                                                                       \
-    case 192 / W: call(192 / W); break;                                                                                       \
-    case 256 / W: call(256 / W); break;
+#define SCORES(n)                                                                                                             \
+    case n:                                                                                                                   \
+        VARIANT(scores)(q, keys, scores, stride, m, n, p->scaling, p->key_size);                                              \
+        break;
+#define MIX(n, vectors)                                                                                                       \
+    case n:                                                                                                                   \
+        VARIANT(mix)(scores + r * stride, stride, values, out + r, extra + r, m, n, vectors, p->value_size);                             \
+        break;
 
 /* `rows` query rows of one key-value head: row i is of head first_head + i / n, node i % n. */
 TARGET static void VARIANT(attend)(const struct attention *p, long kv_head, long first, long rows, float *scores)
@@ -92,15 +96,16 @@ TARGET static void VARIANT(attend)(const struct attention *p, long kv_head, long
     long group = p->heads / p->kv_heads, m = p->m, stride = (m + W - 1) / W * W;
     const float *keys = p->keys + kv_head * p->key_stride, *values = p->values + kv_head * p->value_stride;
     const float *q[ATTEND_ROWS];
-    float *out[ATTEND_ROWS];
+    float *out[ATTEND_ROWS], extra[ATTEND_ROWS];
     for (long r = 0; r < rows; r++) {
         long head = kv_head * group + (first + r) / p->n, node = (first + r) % p->n;
         q[r] = p->q + head * p->q_head_stride + node * p->q_row_stride;
         out[r] = p->out + (node * p->heads + head) * p->value_size;
     }
-#define CALL(vectors) VARIANT(scores)(q, keys, scores, stride, m, rows, p->scaling, vectors)
-    switch (p->key_size / W) { CASES(CALL) }
-#undef CALL
+    switch (rows) {
+        SCORES(1) SCORES(2) SCORES(3) SCORES(4) SCORES(5) SCORES(6)
+        SCORES(7) SCORES(8) SCORES(9) SCORES(10) SCORES(11) SCORES(12)
+    }
     for (long r = 0; r < rows; r++) {
         long head = kv_head * group + (first + r) / p->n, node = (first + r) % p->n;
         float *row = scores + r * stride;
@@ -108,20 +113,31 @@ TARGET static void VARIANT(attend)(const struct attention *p, long kv_head, long
             row[m - p->mask_columns + j] += p->mask[node * p->mask_columns + j];
         for (long j = m; j < stride; j++)
             row[j] = -INFINITY;
-        float most = p->sinks ? p->sinks[head] : -INFINITY, sum = 0.0f;
-        for (long j = 0; j < m; j++)
-            most = row[j] > most ? row[j] : most;
+        float most = p->sinks ? p->sinks[head] : -INFINITY;
+        VARIANT(floats) highest = *(VARIANT(floats) *)row;
+        for (long j = W; j < stride; j += W) {
+            VARIANT(floats) next = *(VARIANT(floats) *)(row + j);
+            VARIANT(words) higher = (VARIANT(words))(next > highest);
+            highest = (VARIANT(floats))(((VARIANT(words))next & higher) | ((VARIANT(words))highest & ~higher));
+        }
+        for (int i = 0; i < W; i++)
+            most = highest[i] > most ? highest[i] : most;
         for (long j = 0; j < stride; j += W)
             *(VARIANT(floats) *)(row + j) = VARIANT(exponential)(*(VARIANT(floats) *)(row + j) - most);
-        for (long j = 0; j < m; j++)
-            sum += row[j];
-        if (p->sinks)
-            sum += expf(p->sinks[head] - most);
-        for (long j = 0; j < stride; j += W)
-            *(VARIANT(floats) *)(row + j) /= sum;
+        extra[r] = p->sinks ? expf(p->sinks[head] - most) : 0.0f;
     }
-#define CALL(vectors) VARIANT(mix)(scores, stride, values, out, m, rows, vectors)
-    switch (p->value_size / W) { CASES(CALL) }
-#undef CALL
+    int paired = p->value_size / W % 2 == 0;
+    for (long r = 0; r < rows; r += 4)
+        if (paired)
+            switch (rows - r) {
+                MIX(1, 2) MIX(2, 2) MIX(3, 2)
+                default: VARIANT(mix)(scores + r * stride, stride, values, out + r, extra + r, m, 4, 2, p->value_size);
+            }
+        else
+            switch (rows - r) {
+                MIX(1, 1) MIX(2, 1) MIX(3, 1)
+                default: VARIANT(mix)(scores + r * stride, stride, values, out + r, extra + r, m, 4, 1, p->value_size);
+            }
 }
-#undef CASES
+#undef SCORES
+#undef MIX

@@ -16,7 +16,7 @@
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { PANEL = 32, MOST_ROWS = 48, DEPTH = 256, AHEAD = 128 }; /* of the matrix product */
-enum { MOST_HEAD = 256, ATTEND_ROWS = 12, KEYS = 64 };         /* of attention */
+enum { ATTEND_ROWS = 12 }; /* of attention */
 
 struct linear {
     const float *x;
@@ -39,6 +39,8 @@ struct attention {
 #if defined(__x86_64__)
 #define VARIANT(name) name##_avx512
 #define W 16
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23 /* two vectors' lower halves, in turns */
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #define ROWS 12
 #define VECTORS 2
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
@@ -46,6 +48,8 @@ struct attention {
 
 #define VARIANT(name) name##_avx2
 #define W 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11 /* two vectors' lower halves, in turns */
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #define ROWS 6
 #define VECTORS 2
 #define TARGET __attribute__((target("avx2,fma")))
@@ -54,6 +58,8 @@ struct attention {
 
 #define VARIANT(name) name##_portable /* on ARM this is NEON, which every 64-bit ARM has */
 #define W 4
+#define LOW 0, 4, 1, 5 /* two vectors' lower halves, in turns */
+#define HIGH 2, 6, 3, 7
 #if defined(__aarch64__)
 #define ROWS 6
 #define VECTORS 4

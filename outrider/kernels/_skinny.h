@@ -1,6 +1,7 @@
 /* One variant of the skinny matrix product, written with the compilers' vector extensions.
 
-   Included once per instruction set with: VARIANT(name) to name its functions, W floats in a vector, ROWS rows at a time in
+   Included once per instruction set with: VARIANT(name) to name its functions, W floats in a vector, LOW and HIGH
+   the lanes that interleave two of them, ROWS rows at a time in
    registers, TARGET the function attribute. Weights are packed in panels of PANEL outputs, [N / PANEL][K][PANEL]; each weight
    is widened to float32 exactly. Every output is one sum over k in rising order, whatever the number of rows, so a row's result
    does not depend, to the last bit, on the rows beside it. */
@@ -115,6 +116,8 @@ TARGET static void VARIANT(linear)(const struct linear *p, long panel)
 
 #undef VARIANT
 #undef W
+#undef LOW
+#undef HIGH
 #undef ROWS
 #undef VECTORS
 #undef TARGET
