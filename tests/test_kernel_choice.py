@@ -166,18 +166,18 @@ def test_on_a_busy_machine_nothing_is_believed(measured, cache, monkeypatch):
     assert not cache.exists()
 
 
-def test_interruptions_end_the_measurement(monkeypatch):
+def test_waiting_for_cores_ends_the_measurement(monkeypatch):
     count = iter(range(0, 10**6, 1000))
-    monkeypatch.setattr(choose, "_interruptions", lambda: next(count))
+    monkeypatch.setattr(choose, "_waited", lambda: next(count))
     monkeypatch.setattr(choose, "_time", lambda shape, pools, seconds: {})
     assert choose.measure([Shape(8, 8, torch.float32)]) == {}
-    monkeypatch.setattr(choose, "_interruptions", lambda: 0)
+    monkeypatch.setattr(choose, "_waited", lambda: 0)
     assert choose.measure([Shape(8, 8, torch.float32)]) == {Shape(8, 8, torch.float32): {}}
 
 
 def test_the_real_measurement_gives_a_time_for_everything(monkeypatch):
     monkeypatch.setattr(choose, "MOST_COPIES", 1 << 20)
-    monkeypatch.setattr(choose, "_interruptions", lambda: 0)
+    monkeypatch.setattr(choose, "_waited", lambda: 0)
     wanted = [Shape(40, 64, torch.bfloat16), Shape(70, 33, torch.bfloat16, torch.bfloat16), Shape(5000, 96, torch.float32)]
     found = choose.measure(wanted, 0.01)
     for shape in wanted:

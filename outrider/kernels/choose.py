@@ -10,7 +10,6 @@ in a real pass: rotating copies, together larger than the last-level cache. All 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import statistics
@@ -42,9 +41,8 @@ SMALL = 8 << 20
 MOST_COPIES = 64 << 20
 """Bytes of rotating copies that a candidate gets at most; three candidates make about 200 MB."""
 
-BUSY = 30
-"""Interruptions by other processes, a second, from which on a measurement is worth nothing."""
-resource: Any = importlib.import_module("resource") if os.name == "posix" else None
+BUSY = 0.05
+"""A measurement is worth nothing when our threads waited for a core longer than this share of its time."""
 
 Times = dict[str, tuple[float, ...]]
 """Milliseconds at each of ROWS by candidate."""
@@ -204,16 +202,20 @@ def measure(wanted: Sequence[Shape], seconds: float = SECONDS) -> dict[Shape, Ti
     pools = {name: torch.full((size // 2,), 0x3C00, dtype=torch.int16) for name in ("packed", "torch")}
     found: dict[Shape, Times] = {}
     for shape in wanted:
-        interruptions, began = _interruptions(), time.perf_counter()
+        waited, began = _waited(), time.perf_counter()
         found[shape] = _time(shape, pools, seconds / len(wanted))
-        if _interruptions() - interruptions > BUSY * (time.perf_counter() - began) + 5:
+        if _waited() - waited > BUSY * (time.perf_counter() - began):
             return {}
     return found
 
 
-def _interruptions() -> int:
-    """How often the system has taken the processor from one of our threads to give it to another process."""
-    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def _waited() -> float:
+    """Seconds that our threads were ready to run but other processes had the cores; 0 where the system does not say."""
+    try:
+        tasks = Path("/proc/self/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def last_cache() -> int:
