@@ -25,7 +25,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 
 # torch goes first and by itself: the release is pinned, so pip takes the build that fits this machine.
-$(READY): pyproject.toml requirements.lock
+$(READY): pyproject.toml requirements.lock setup.py $(wildcard outrider/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.lock)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock

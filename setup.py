@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from glob import glob
 
 from setuptools import Extension, setup
 
@@ -18,7 +19,7 @@ setup(
         Extension(
             "outrider.kernels._skinny",
             ["outrider/kernels/_skinny.c"],
-            depends=["outrider/kernels/_skinny.h"],
+            depends=glob("outrider/kernels/*.h"),
             extra_compile_args=flags,
             py_limited_api=True,
             optional=True,  # without a compiler the installation succeeds and models run on torch's own products

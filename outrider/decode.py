@@ -233,7 +233,7 @@ def close_sequence(target: Target, sequence: Sequence) -> None:
 def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -> list[Round]:
     """One round of every active sequence, through one pass of the target."""
     clock = _Clock()
-    budgets = [_within_limits(budget, s, drafter) for budget, s in zip(pace.budgets(active), active)]
+    budgets = [_within_limits(budget, s, drafter) for budget, s in zip(pace.budgets(active), active, strict=True)]
     trees = _propose(drafter, active, budgets, target.vocab_size)
     clock.lap("propose")
     outputs = target.forward([(s.slot, tree) for s, tree in zip(active, trees)], layers=drafter.layers)

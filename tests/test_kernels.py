@@ -51,7 +51,7 @@ def test_nothing_is_written_beyond_the_result(variant):
     packed = Packed(random_weight(n, k, torch.bfloat16, g))
     out = torch.full((rows * n + 64,), torch.nan)
     x = torch.randn(rows, k, generator=g)
-    address, *_ = packed._weights
+    address = packed.panels.data_ptr()
     at = out[32:].data_ptr()
     kernels._skinny.linear(x.data_ptr(), address, 0, at, rows, n, k, kernels.TYPES[torch.bfloat16], kernels._number, 2)
     assert out[:32].isnan().all() and out[32 + rows * n :].isnan().all()
@@ -246,3 +246,60 @@ def test_layers_that_share_a_weight_keep_it():
         exact = model(tokens).logits
         pack(model)
         assert torch.allclose(model(tokens).logits, exact, atol=1e-5)
+
+
+def test_memory_that_another_tensor_has_a_part_of_is_left_alone():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            both = torch.randn(64, 2048)
+            self.left, self.right = (nn.Linear(1024, 64, bias=False) for _ in range(2))
+            self.left.weight = nn.Parameter(both[:, :1024])
+            self.right.weight = nn.Parameter(both[:, 1024:])
+            self.alone = nn.Linear(2048, 64, bias=False)
+            self.register_buffer("kept", self.alone.weight.detach()[3:5])
+
+        def get_input_embeddings(self):
+            return nn.Embedding(1, 1)
+
+        get_output_embeddings = get_input_embeddings
+
+    model = Two()
+    x = torch.randn(3, 1024)
+    exact, kept = [model.left(x), model.right(x)], model.kept.clone()
+    pack(model)
+    assert torch.allclose(model.left(x), exact[0], atol=1e-4) and torch.allclose(model.right(x), exact[1], atol=1e-4)
+    assert torch.equal(model.kept, kept)
+
+
+def test_a_copy_of_a_packed_model_has_its_own_weights():
+    linear = PackedLinear(Packed(torch.randn(40, 24)))
+    x = torch.randn(2, 24)
+    exact = linear(x)
+    copy = deepcopy(linear)
+    linear.packed.panels.zero_()
+    assert torch.equal(copy(x), exact) and not linear(x).any()
+    assert torch.allclose(copy.to(torch.bfloat16)(x), exact, atol=0.1)  # the panels' type may change under us
+
+
+def test_a_model_without_parameters_of_its_own_loads(tmp_path):
+    """OLMo's norms have no weights: with tied embeddings nothing but packed matrices is left."""
+    from tiny import tiny_folder
+
+    config = AutoConfig.for_model(
+        "olmo",
+        vocab_size=300,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    for file in tiny_folder().iterdir():
+        if file.name.startswith(("tokenizer", "chat_template", "special")):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    target = TransformersTarget.load(str(tmp_path), device="cpu")
+    assert target.dtype == torch.float32
+    (output,) = target.forward([(target.open(), DraftTree.chain(5, [6, 7]))])
+    assert output.logits.isfinite().all()

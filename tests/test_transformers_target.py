@@ -341,7 +341,7 @@ def test_outputs_are_no_leaves_of_a_graph() -> None:
 
 
 def test_head_gives_the_logits() -> None:
-    for case in ("llama", "qwen3", "gpt2"):
+    for case in ("llama", "qwen3", "gpt2", "gemma2", "cohere2"):  # the last two scale or bend their logits
         t, text, _, _, _ = built(case)
         (output,) = t.forward([(fill(t, text[:3]), DraftTree.chain(1, [2]))], ("final",))
         assert torch.allclose(t.head(output.hidden["final"]), output.logits)
@@ -351,7 +351,8 @@ def test_unknown_layers_are_refused() -> None:
     t, text, _, _, _ = built("llama")
     for key in (-1, t.n_layers + 1, "last"):
         with pytest.raises(ParameterError, match="no layer"):
-            t.forward([(fill(t, text[:3]), DraftTree.chain(1))], (key,))
+            t.forward([(fill(t, text[:3]), DraftTree.chain(1))], (0, key))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in t.model.modules())
     for options in ({"upto": 1}, {"skip": (0,)}):
         with pytest.raises(ParameterError, match="partial"):
             t.forward([(t.open(), DraftTree.chain(1))], **options)
@@ -378,6 +379,9 @@ def test_plain_decoding_is_generate(case: str) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------------------
 
 
+DECODER = {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "is_decoder": True}
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
@@ -386,6 +390,13 @@ def test_plain_decoding_is_generate(case: str) -> None:
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2 are of kind 'conv'"),
         ("llama4_text", {"head_dim": 8, **MOE}, "layers 0, 1, 2 are of kind 'chunked_attention'"),
         ("bert", {}, "looks both ways"),
+        ("bart", DECODER, "says something else than by itself"),  # counts positions from its own cache
+        (
+            "roberta",
+            {"is_decoder": True, "pad_token_id": 1},
+            "says something else than by itself",
+        ),  # so does this one, from the padding
+        ("doge", {"keep_window_size": 4}, "makes an attention mask of its own"),
         ("bloom", {}, "layers 0, 1, 2 of BloomForCausalLM do not attend"),
         ("falcon", {}, "layers 0, 1, 2 of FalconForCausalLM do not attend"),
     ],

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections import Counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Mapping
 
@@ -71,7 +70,7 @@ class Packed(nn.Module):
         self.n, self.k = weight.shape
         panels = torch.empty((self.n + PANEL - 1) // PANEL, self.k, PANEL, dtype=weight.dtype)
         _skinny.pack(weight.data_ptr(), panels.data_ptr(), self.n, self.k, weight.element_size(), torch.get_num_threads())
-        self._hold(panels)
+        self.register_buffer("panels", panels, persistent=False)
 
     @classmethod
     def of(cls, panels: Tensor, n: int) -> Packed:
@@ -79,12 +78,8 @@ class Packed(nn.Module):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.n, self.k = n, panels.shape[1]
-        self._hold(panels)
-        return self
-
-    def _hold(self, panels: Tensor) -> None:
         self.register_buffer("panels", panels, persistent=False)
-        self._weights = (panels.data_ptr(), self.n, self.k, TYPES[panels.dtype])
+        return self
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows ``[..., K]`` of the matrix, float32."""
@@ -94,11 +89,23 @@ class Packed(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W.T + bias``: x ``[..., K]`` float32, result ``[..., N]`` float32."""
         assert _skinny is not None
-        weights, n, k, kind = self._weights
+        panels, n, k = self.panels, self.n, self.k
+        if not (x.is_cpu and panels.is_cpu):
+            raise RuntimeError("a packed model stays on the CPU")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], n)
-        at = 0 if bias is None else bias.data_ptr()
-        _skinny.linear(x.data_ptr(), weights, at, out.data_ptr(), x.numel() // k, n, k, kind, _number, torch.get_num_threads())
+        _skinny.linear(
+            x.data_ptr(),
+            panels.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // k,
+            n,
+            k,
+            TYPES[panels.dtype],
+            _number,
+            torch.get_num_threads(),
+        )
         return out
 
 
@@ -193,10 +200,28 @@ class WideEmbedding(nn.Module):
         return rows if self.embed_scale is None else rows * self.embed_scale
 
 
-def release(weight: Tensor) -> None:
-    """Give the memory of a tensor back that nobody will read again: of a mapped file its pages would stay counted as ours."""
-    if _skinny is not None:
-        _skinny.release(weight.data_ptr(), weight.nbytes)
+class Owners:
+    """Which memory belongs to one tensor of a model alone, so that it can be given back when that tensor is packed."""
+
+    def __init__(self, model: nn.Module):
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self._ranges = [_range(tensor) for _, tensor in tensors if tensor.is_cpu]
+
+    def release(self, weight: Tensor) -> None:
+        """Give back the pages of a weight that nobody will read again, unless another tensor has a part of them.
+
+        Of a mapped file they would otherwise stay counted as ours until the last tensor of that file is gone.
+        """
+        first, last = _range(weight)
+        shared = sum(begin < last and first < end for begin, end in self._ranges) > 1
+        if _skinny is not None and weight.is_contiguous() and not shared:
+            _skinny.release(first, last - first)
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """First and last address that a tensor's elements span."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[Shape, Choice] | None = None) -> int:
@@ -209,19 +234,22 @@ def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[S
     from .experts import pack_experts
 
     embedding, tied = model.get_input_embeddings(), choose.is_tied(model)
-    count = pack_experts(model) if arithmetic == torch.float32 and VARIANT != "off" else 0
-    owners = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
+    owners = Owners(model)
+    count = pack_experts(model, owners) if arithmetic == torch.float32 and VARIANT != "off" else 0
     shapes = choose.shapes(model, arithmetic)
-    for parent, name, layer in choose.linears(model):
-        weight = layer.weight.detach()
-        choice = (choices or {}).get(shapes[layer])
-        module = choose.build(choice.chosen if choice else choose.candidates(shapes[layer])[0], layer, arithmetic)
-        kept = module is layer and layer.weight.data_ptr() == weight.data_ptr()
-        if owners[weight.data_ptr()] == 1 and not kept:
-            release(weight)
-        setattr(parent, name, module)
-        count += module is not layer
-        del weight
+    built: dict[nn.Module, nn.Module] = {}  # a layer may stand in several places
+    for parent, name, layer in list(choose.linears(model)):
+        if layer not in built:
+            weight = layer.weight.detach()
+            choice = (choices or {}).get(shapes[layer])
+            module = choose.build(choice.chosen if choice else choose.candidates(shapes[layer])[0], layer, arithmetic)
+            kept = module is layer and layer.weight.data_ptr() == weight.data_ptr()
+            if not kept:
+                owners.release(weight)
+            built[layer] = module
+            count += module is not layer
+            del weight
+        setattr(parent, name, built[layer])
     _widen_embedding(model, embedding, model.get_output_embeddings() if tied else None, arithmetic)
     for module in model.modules():
         if arithmetic == torch.float32 and not isinstance(module, (Packed, WideEmbedding)):

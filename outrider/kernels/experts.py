@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import TYPES, Packed, release
+from . import TYPES, Owners, Packed
 
 NAME = "outrider"
 
 
-def pack_experts(model: Any) -> int:
+def pack_experts(model: Any, owners: Owners) -> int:
     """Pack the experts of a transformers model on the CPU, one matrix each; returns how many. Models without any stay as they are."""
     count = 0
     for module in list(model.modules()):
@@ -29,7 +29,7 @@ def pack_experts(model: Any) -> int:
             packed = nn.ModuleList(Packed(matrix.T if module.is_transposed else matrix) for matrix in weight.detach())
             setattr(module, f"packed_{name.removeprefix('gate_')}", packed)
             count += len(packed)
-            release(weight)
+            owners.release(weight)
     if count:
         model.set_experts_implementation(NAME)
     return count

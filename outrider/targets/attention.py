@@ -33,7 +33,6 @@ class KVSlot(Slot):
         self.length = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.pending = 0  # rows of the last pass, behind the kept ones, until commit
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the pass's ``[kv_heads, n, d]`` and return everything the rows may see, ``[kv_heads, length + n, d]``."""
@@ -56,7 +55,6 @@ class KVSlot(Slot):
                     rows = torch.tensor(path, device=held.device) + self.length
                     held[:, self.length : self.length + len(path)] = held[:, rows]
         self.length += len(path)
-        self.pending = 0
 
     def copy(self, length: int) -> KVSlot:
         """A slot of its own with the first `length` rows."""
@@ -70,7 +68,7 @@ class KVSlot(Slot):
     def free(self) -> None:
         self.keys.clear()
         self.values.clear()
-        self.length = self.pending = 0
+        self.length = 0
         self.closed = True
 
 
@@ -116,6 +114,8 @@ class Pass:
     """Sliding window of each layer that was called."""
     causal: bool = True
     """Whether every layer calls itself causal."""
+    masked: bool = False
+    """Whether the model made a mask of its own, which we do not know how to follow."""
 
 
 CURRENT: ContextVar[Pass] = ContextVar("outrider_pass")
@@ -154,6 +154,7 @@ def attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     run.windows[layer] = sliding_window
     run.causal &= bool(getattr(module, "is_causal", True))
+    run.masked |= attention_mask is not None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
     for segment in run.segments:

@@ -92,7 +92,10 @@ class Target(ABC):
 
     @abstractmethod
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
-        """Keep the KV of these nodes of the last pass, in this order; drop all its others. The path starts with 0."""
+        """Keep the KV of these nodes of the last pass, in this order; drop all its others.
+
+        The path starts with 0, or is empty: then the whole pass is dropped.
+        """
 
     @abstractmethod
     def close(self, slot: Slot) -> None:

@@ -22,6 +22,7 @@ from .attention import CURRENT, NAME, KVSlot, Pass, PassCache, Segment
 from .base import LayerKey, Output, Slot, Target
 
 PREFILL_ROWS = 512
+CHECK_ROWS = 8  # of the check at loading
 
 
 class HFTokenizer:
@@ -61,14 +62,14 @@ class TransformersTarget(Target):
     choices: tuple[Choice, ...] = ()
     """What computes the linear layers, by shape, where `load` had the choice."""
 
-    def __init__(self, model: Any, tokenizer: HFTokenizer | None = None, name: str = ""):
-        """Takes a model that is already loaded; `load` gets one from a folder or a hub id."""
+    def __init__(self, model: Any, tokenizer: HFTokenizer | None = None, name: str = "", dtype: torch.dtype | None = None):
+        """Takes a model that is already loaded; `load` gets one from a folder or a hub id. dtype: of its arithmetic."""
         self.model = model.eval()
         self.tokenizer = tokenizer
         config = self.model.config.get_text_config()
         self.name = name or config.model_type
-        self.device = self.model.device
-        self.dtype = self.model.dtype
+        self.device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.dtype = dtype or self.model.dtype
         self.n_layers = config.num_hidden_layers
         self.hidden_size = config.hidden_size
         self.context_length = _context_length(config)
@@ -77,13 +78,15 @@ class TransformersTarget(Target):
         self.n_parameters = sum(p.numel() for p in self.model.parameters())
         self._decoder = self.model.get_decoder()
         self._refuse_recurrent(config)
+        check = [(7 * i + 5) % self.vocab_size for i in range(CHECK_ROWS)]
+        own = self._own_logits(check)
         try:
             self.model.set_attn_implementation(NAME)
         except ValueError as error:
             raise LoadError(
                 f"{self.name}: transformers does not let this architecture's attention be chosen ({error})"
             ) from error
-        self._probe(config)
+        self._probe(config, check, own)
 
     @classmethod
     def load(
@@ -106,11 +109,13 @@ class TransformersTarget(Target):
 
         place = _place(source, revision)
         wanted = _device(device) if device_map is None else None
-        exact = wanted == "cpu" and dtype in ("auto", "float32")
-        chooses = (exact or (wanted == "cpu" and dtype == "bfloat16")) and not kernels.TURNED_OFF
-        if exact:
-            dtype = "auto" if kernels.VARIANT != "off" and "gguf_file" not in place else "float32"
         try:
+            config = transformers.AutoConfig.from_pretrained(**place, trust_remote_code=trust_remote_code)
+            plain = "gguf_file" in place or getattr(config, "quantization_config", None) is None
+            exact = plain and wanted == "cpu" and dtype in ("auto", "float32")
+            chooses = (exact or (plain and wanted == "cpu" and dtype == "bfloat16")) and not kernels.TURNED_OFF
+            if exact:
+                dtype = "auto" if kernels.VARIANT != "off" and "gguf_file" not in place else "float32"
             loader: Any = transformers.AutoModelForCausalLM
             model, info = loader.from_pretrained(
                 **place,
@@ -128,15 +133,13 @@ class TransformersTarget(Target):
             )
         n_parameters = sum(p.numel() for p in model.parameters())
         choices: dict[Shape, Choice] = {}
-        if chooses and getattr(model, "hf_quantizer", None) is None:
+        if chooses:
             arithmetic = torch.float32 if exact else torch.bfloat16
             choices = choose(model, arithmetic)
             kernels.pack(model, arithmetic, choices)
-        target = cls(model, HFTokenizer(tokenizer), source)
+        target = cls(model, HFTokenizer(tokenizer), source, torch.float32 if exact else None)
         target.choices = tuple(choices.values())
         target.n_parameters = n_parameters
-        if exact:
-            target.dtype = torch.float32
         return target
 
     # ---- slots --------------------------------------------------------------------------------------------------
@@ -191,7 +194,6 @@ class TransformersTarget(Target):
             segments.append(Segment(slot, tree, first=len(tokens)))
             tokens += tree.tokens
             positions += [slot.length + depth for depth in tree.depths]
-            slot.pending = len(tree)
         run = Pass(segments)
         model = self.model if logits else self._decoder
         running = CURRENT.set(run)
@@ -224,7 +226,13 @@ class TransformersTarget(Target):
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)[..., : self.vocab_size]
+        if not self._lends_head:
+            raise ParameterError(f"{type(self.model).__name__} does more than its output projection to hidden states; not lent")
+        config = self.model.config.get_text_config()
+        logits = self.model.get_output_embeddings()(hidden)[..., : self.vocab_size]
+        logits = logits * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def memory(self) -> dict[str, int]:
         weights = {t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())}
@@ -247,16 +255,34 @@ class TransformersTarget(Target):
                 f"{self.name}: {type(self.model).__name__} keeps a recurrent state, which cannot be rolled back; not supported"
             )
 
-    def _probe(self, config: Any) -> None:
-        """One small pass: every layer must attend through our function, sliding layers with their window."""
-        slot = self.open()
-        token = min(self.eos, default=0)
+    def _own_logits(self, tokens: list[int]) -> Tensor | None:
+        """Logits ``[n, V]`` of the model by itself, before its attention is exchanged."""
         try:
-            self.forward([(slot, DraftTree((token, token, token), (-1, 0, 0)))])
+            with torch.inference_mode():
+                result = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False)
+            return result.logits[0, :, : self.vocab_size].float()
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+            return None  # what is wrong is found out, and said, by the pass of ours that follows
+
+    def _probe(self, config: Any, tokens: list[int], own: Tensor | None) -> None:
+        """A few rows in two passes: every layer must attend through our function, and the logits must be the model's own."""
+        slot = self.open()
+        first, node = tokens[: CHECK_ROWS // 2], tokens[CHECK_ROWS // 2 :]
+        tree = DraftTree((node[0], node[-1], *node[1:]), (-1, 0, 0, *range(2, len(node))))  # node 1 is a wrong sibling
+        rows = [0, *range(2, len(tree))]
+        try:
+            for _ in self.prefill(slot, first):
+                pass
+            (output,) = self.forward([(slot, tree)], layers=("final",))
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise LoadError(f"{self.name}: {type(self.model).__name__} cannot be run one tree at a time ({error})") from error
+            hint = "; OUTRIDER_KERNEL=off leaves it its own layers" if self._is_packed else ""
+            raise LoadError(
+                f"{self.name}: {type(self.model).__name__} cannot be run one tree at a time ({error}){hint}"
+            ) from error
         if not self._last_pass.causal:
             raise LoadError(f"{self.name} is not a causal language model: its attention looks both ways")
+        if self._last_pass.masked:
+            raise LoadError(f"{self.name}: {type(self.model).__name__} makes an attention mask of its own; not supported")
         called = self._last_pass.windows
         if missing := [i for i in range(self.n_layers) if i not in called]:
             raise LoadError(
@@ -267,9 +293,24 @@ class TransformersTarget(Target):
             raise LoadError(
                 f"{self.name}: layers {_ranges(deaf)} have a sliding window that {type(self.model).__name__} does not pass on; not supported"
             )
+        assert output.logits is not None
+        logits = output.logits[rows].float()
+        if own is not None and _differ(logits, own[len(first) :], self.dtype):
+            raise LoadError(
+                f"{self.name}: through a cache of one slot {type(self.model).__name__} says something else than by itself; not supported"
+            )
+        self._lends_head = True
+        try:
+            self._lends_head = not _differ(self.head(output.hidden["final"][rows]).float(), logits, self.dtype)
+        except (RuntimeError, TypeError, AttributeError):
+            self._lends_head = False
         kept = [t for store in (slot.keys, slot.values) for t in store.values()]
         self._kv_per_token = sum(t.shape[0] * t.shape[2] * t.element_size() for t in kept)
         self.close(slot)
+
+    @property
+    def _is_packed(self) -> bool:
+        return any(isinstance(module, kernels.Packed) for module in self.model.modules())
 
     @staticmethod
     def _own(slot: Slot) -> KVSlot:
@@ -290,14 +331,15 @@ class _Recorder:
         decoder = target._decoder
         blocks = next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == target.n_layers)
         for key in layers:
+            if key != "final" and not (isinstance(key, int) and 0 <= key <= target.n_layers):
+                raise ParameterError(f"no layer {key!r}: hidden states go from 0 to {target.n_layers}, and 'final'")
+        for key in layers:
             if key == "final":
                 handle = decoder.register_forward_hook(self._after(key))
             elif key == target.n_layers:
                 handle = blocks[-1].register_forward_hook(self._after(key))
-            elif isinstance(key, int) and 0 <= key < target.n_layers:
-                handle = blocks[key].register_forward_pre_hook(self._before(key), with_kwargs=True)
             else:
-                raise ParameterError(f"no layer {key!r}: hidden states go from 0 to {target.n_layers}, and 'final'")
+                handle = blocks[int(key)].register_forward_pre_hook(self._before(key), with_kwargs=True)
             self._handles.append(handle)
 
     def _before(self, key: LayerKey) -> Any:
@@ -328,6 +370,13 @@ def _context_length(config: Any) -> int:
     longest = config.max_position_embeddings
     kinds = [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") == "longrope"]
     return min([longest, *(r.get("original_max_position_embeddings", longest) for r in kinds)])
+
+
+def _differ(logits: Tensor, own: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two ways to compute the same logits ``[n, V]`` differ by more than rounding; what is not finite proves nothing."""
+    scale = own.abs().max()
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+    return bool(torch.isfinite(scale)) and bool((logits - own).abs().max() > tolerance * scale)
 
 
 def _place(source: str, revision: str | None) -> dict[str, Any]:
