@@ -22,7 +22,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 # torch goes first and by itself: the release is pinned, so pip takes the build that fits this machine.
 $(READY): pyproject.toml requirements.lock setup.py $(wildcard outrider/kernels/*.[ch])
