@@ -8,9 +8,9 @@ tokens. The overhead of the loop itself is left out on both sides.
 from __future__ import annotations
 
 import statistics
-import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
+from typing import Any, Iterator, Sequence
 
 from . import kernels
 from .decode import Sequence as Decoding
@@ -19,7 +19,7 @@ from .drafters import Drafter
 from .drafters.model import ModelDrafter
 from .errors import PromptError
 from .kernels.choose import ROWS as ROWS_MEASURED
-from .kernels.choose import cache_file
+from .kernels.choose import cache_file, milliseconds
 from .sampling import SamplingParams
 from .targets.base import Slot, Target
 from .tree import Budget, DraftTree
@@ -28,6 +28,8 @@ ROWS = (1, 2, 4, 8, 16)
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 15)
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9)
 REPEATS = 7
+ASKED = (1, 8)
+"""Draft lengths at which drafting is measured."""
 WORTH = 1.05
 """Least expected speed-up that is called worth it: less than this drowns in the loop's own overhead."""
 
@@ -44,13 +46,14 @@ A later hand has added prices in pencil (cod 4d, herring 1d, eel 6d) and the wor
 @dataclass(frozen=True)
 class Costs:
     """Median milliseconds. rows: of a pass of the target over so many rows. draft: of proposing the first token; step: of each
-    further one. context: tokens before them.
+    further one. context: tokens before them. proposed: how many tokens the drafter proposed on average, by how many were asked for.
     """
 
     context: int
     rows: dict[int, float]
     draft: float
     step: float
+    proposed: dict[int, float] = field(default_factory=dict)
 
     def target(self, n: int) -> float:
         """A pass over n rows, between measured numbers of rows by a straight line."""
@@ -74,6 +77,11 @@ class Costs:
         gain, k = max((self.speedup(rate, k), -k) for k in DRAFTS)
         return -k, gain
 
+    @property
+    def drafted_nothing(self) -> bool:
+        """Whether the drafter was asked and proposed no token at all: what a draft costs is not known then."""
+        return bool(self.proposed) and not any(self.proposed.values())
+
     def break_even(self) -> float | None:
         """The lowest acceptance rate, in steps of 0.01, from which some draft length gains; None when there is none."""
         return next((percent / 100 for percent in range(1, 100) if self.best(percent / 100)[1] >= WORTH), None)
@@ -82,28 +90,34 @@ class Costs:
 def measure(target: Target, drafter: Drafter, context: int, rows: Sequence[int] = ROWS, repeats: int = REPEATS) -> Costs:
     """Measure a pair on `context` tokens of a real text, with different tokens in every row."""
     drafter = _tireless(drafter)
-    tokens = text_tokens(target, context + max(rows))
-    prompt, ahead = tokens[:context], tokens[context:]
-    sequence = Decoding(target, prompt, SamplingParams(max_tokens=max(rows) + 2), "block")
+    more = max(max(rows), len(ASKED) * (repeats + 1))
+    prompt, ahead = text_tokens(target, context, more)
+    sequence = Decoding(target, prompt, SamplingParams(max_tokens=more + 2), "block")
     try:
         open_sequence(target, drafter, sequence)
         costs = measure_rows(target, sequence.slot, [sequence.tokens[-1], *ahead], rows, repeats)
-        few, some = (_measure_draft(drafter, sequence, k, repeats) for k in (1, 8))
+        coming = cycle(prompt)  # the text begins again, so that drafters that copy find something
+        (first, few), (all_of_them, some) = (_measure_draft(target, drafter, sequence, k, coming, repeats) for k in ASKED)
     finally:
         close_sequence(target, sequence)
-    more = some[1] - few[1]
-    step = max(0.0, (some[0] - few[0]) / more) if more > 0 else 0.0
-    return Costs(context, costs, few[0], step)
+    step = max(0.0, (all_of_them - first) / (some - few)) if some > few else 0.0
+    return Costs(context, costs, first, step, dict(zip(ASKED, (few, some))))
 
 
-def text_tokens(target: Target, length: int) -> list[int]:
-    """So many tokens of a real text, over and over where it ends. Raises PromptError when the context is too short for them."""
-    if length > target.context_length:
-        raise PromptError(f"--context {length}: the context of {target.name} ends at {target.context_length}")
+def text_tokens(target: Target, context: int, more: int) -> tuple[list[int], list[int]]:
+    """The first tokens of a real text, and `more` that follow; over and over where it ends. Raises PromptError when the target's
+    context is too short for them.
+    """
+    if context + more > target.context_length:
+        raise PromptError(
+            f"{context} tokens of context and {more} to measure with are too many: the context of {target.name} ends at "
+            f"{target.context_length}"
+        )
     if target.tokenizer is None:
         raise PromptError(f"{target.name} has no tokenizer to make a text of")
     once = target.tokenizer.encode_plain(TEXT)
-    return (once * (length // len(once) + 1))[:length]
+    tokens = (once * ((context + more) // len(once) + 1))[: context + more]
+    return tokens[:context], tokens[context:]
 
 
 def measure_rows(target: Target, slot: Slot, tokens: Sequence[int], rows: Sequence[int], repeats: int) -> dict[int, float]:
@@ -120,7 +134,7 @@ def measure_rows(target: Target, slot: Slot, tokens: Sequence[int], rows: Sequen
     found: dict[int, list[float]] = {n: [] for n in rows}
     for repeat in range(repeats + 1):
         for n in rows:
-            taken = _milliseconds(lambda n=n: one(n))  # type: ignore[misc]
+            taken = milliseconds(lambda n=n: one(n))  # type: ignore[misc]
             if repeat:  # the first round warms up
                 found[n].append(taken)
     return {n: statistics.median(times) for n, times in found.items()}
@@ -133,23 +147,26 @@ def _tireless(drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _measure_draft(drafter: Drafter, sequence: Decoding, k: int, repeats: int) -> tuple[float, int]:
-    """Milliseconds of proposing k tokens, and how many were proposed."""
-    proposed = 0
+def _measure_draft(
+    target: Target, drafter: Drafter, sequence: Decoding, k: int, coming: Iterator[int], repeats: int
+) -> tuple[float, float]:
+    """Median milliseconds of proposing k tokens, and how many were proposed on average. Before each time the text grows by one
+    token, as in decoding, so that what a drafter does with new tokens is part of it.
+    """
+    times, proposed = [], []
 
     def one() -> None:
-        nonlocal proposed
         (tree,) = drafter.propose([(sequence.state, sequence.tokens, Budget(k, k))])
-        proposed = len(tree) - 1
+        proposed.append(len(tree) - 1)
 
-    one()
-    return statistics.median(_milliseconds(one) for _ in range(repeats)), proposed
-
-
-def _milliseconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - began)
+    for _ in range(repeats + 1):
+        (output,) = target.forward([(sequence.slot, DraftTree.chain(sequence.tokens[-1]))], layers=drafter.layers)
+        target.commit(sequence.slot, (0,))
+        sequence.tokens.append(token := next(coming))
+        sequence.sampler.commit([token])
+        drafter.observe([(sequence.state, sequence.tokens, output, (0,))])
+        times.append(milliseconds(one))
+    return statistics.median(times[1:]), statistics.mean(proposed[1:])  # the first one warms up
 
 
 # ---- what does not need measuring -----------------------------------------------------------------------------------
@@ -202,6 +219,8 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
     model = getattr(drafter, "model", None)
     model = model if isinstance(model, Target) else None
     costs = measure(target, drafter, context)
+    silent = costs.drafted_nothing and drafter.name != "none"
+    rates = () if silent else RATES
     return {
         "target": describe(target, draft),
         "drafter": {
@@ -212,15 +231,16 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
         "tokenizers": tokenizers(target, model) if model else None,
         "kernels": {
             "variant": kernels.VARIANT,
+            "why_not": "OUTRIDER_KERNEL is off" if kernels.TURNED_OFF else kernels.why_not,
             "cache": str(cache_file()),
             "rows": ROWS_MEASURED,
             "target": chosen(target),
             "drafter": chosen(model) if model else [],
         },
         "costs_ms": {**asdict(costs), "rows_relative": {n: costs.target(n) / costs.target(1) for n in costs.rows}},
-        "speedup": {rate: {k: costs.speedup(rate, k) for k in DRAFTS} for rate in RATES},
-        "best": {rate: costs.best(rate) for rate in RATES},
-        "break_even": costs.break_even(),
+        "speedup": {rate: {k: costs.speedup(rate, k) for k in DRAFTS} for rate in rates},
+        "best": {rate: costs.best(rate) for rate in rates},
+        "break_even": None if silent else costs.break_even(),
         "verdict": verdict(costs, drafter.name),
     }
 
@@ -242,6 +262,8 @@ def verdict(costs: Costs, drafter: str) -> str:
             f"Plain decoding: {costs.target(1):.1f} ms a token. With a free drafter the best case at acceptance rate 0.8 would be "
             f"{costs.best(0.8)[1]:.2f} times that speed."
         )
+    if costs.drafted_nothing:
+        return f"The drafter {drafter} proposed nothing on the measured text: what its drafts cost and whether they pay is not known."
     if even is None:
         return f"It cannot pay: even with 99 % of the drafted tokens accepted it would not be faster, because {because}."
     k, gain = costs.best(0.7)

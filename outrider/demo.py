@@ -8,8 +8,8 @@ from typing import Any, Callable, Sequence
 
 from .bench.compare import Difference, comparable, difference
 from .bench.prompts import Prompt
+from .decode import Sequence as Decoding
 from .engine import Engine, Result
-from .sampling import SamplingParams
 from .trace import Round
 
 REWRITE = """\
@@ -69,12 +69,13 @@ Show = Callable[[str, Round | None], None]
 """Called with ``plain`` or ``drafted``: before each decoding with None, then with each Round."""
 
 
-def play(plain: Engine, drafted: Engine, prompt: Prompt, messages: Any, params: SamplingParams, show: Show) -> Outcome:
-    """Answer one prompt with both engines, which share a target. Each Round goes to `show` as it comes."""
+def play(plain: Engine, drafted: Engine, prompt: Prompt, asked: tuple[Decoding, Decoding], show: Show) -> Outcome:
+    """Answer one prompt with both engines, which share a target. asked: a sequence of it for each, not yet opened. Each Round
+    goes to `show` as it comes.
+    """
     results = []
-    for name, engine in (("plain", plain), ("drafted", drafted)):
+    for name, engine, sequence in zip(("plain", "drafted"), (plain, drafted), asked):
         show(name, None)
-        (sequence,) = engine.sequences([messages], params)
         rounds = []
         with closing(engine.decode([sequence])) as decoding:  # type: ignore[type-var]
             for round in decoding:
@@ -82,8 +83,10 @@ def play(plain: Engine, drafted: Engine, prompt: Prompt, messages: Any, params: 
                 show(name, round)
         results.append(engine.result(sequence, rounds))
     one, other = results
+    first, params = asked[0], asked[0].params
     same = comparable(params, other.rule)
-    where = difference(plain.target, plain.encode(messages), params, one.tokens, other.tokens) if same else None
+    ids = first.tokens[: first.prompt_length]
+    where = difference(plain.target, ids, params, one.tokens, other.tokens) if same else None
     return Outcome(prompt, one, other, same, where)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any, Iterator, Mapping, cast
+from numbers import Integral
+from typing import Any, Iterator, Mapping
 from typing import Sequence as Many
 
 from .decode import Fixed, Pace, Sequence, close_sequence, decode, find_rule, open_sequence
@@ -18,6 +19,7 @@ from .trace import Round, Statistics, TokenLogprob, statistics
 
 Prompt = str | Many[Message] | Many[int]
 """A text, a conversation, or token ids."""
+ACCEPTED = "give a text, a list of messages, a list of token ids (or a tensor or array of them), or a list of these"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Engine:
     """
 
     def __init__(self, target: Target, drafter: Drafter, draft: int | Pace = 8, accept: str | None = None):
+        if isinstance(draft, bool) or not (isinstance(draft, int) or hasattr(draft, "budgets")):
+            raise ParameterError(f"draft must be a whole number or a Pace; got {draft!r}")
         if isinstance(draft, int) and not 0 <= draft <= 1024:
             raise ParameterError(f"draft must be from 0 to 1024; got {draft}")
         if accept is not None:
@@ -84,22 +88,26 @@ class Engine:
         return "rejection" if self.drafter.drafts_trees else "block"
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt of any kind."""
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
-            return list(cast(Many[int], prompt))
-        if not prompt:
+        """Token ids of one prompt of any kind."""
+        prompts, many = read_prompts(prompt)
+        if many:
+            raise PromptError(f"a list of prompts cannot be one prompt; {ACCEPTED}")
+        (one,) = prompts
+        if not one:
             raise PromptError("the prompt is empty")
+        if isinstance(one, list) and isinstance(one[0], int):
+            return one
         if self.target.tokenizer is None:
             raise PromptError(f"{self.target.name} has no tokenizer: give token ids")
-        if isinstance(prompt, str):
-            return self.target.tokenizer.encode(prompt)
-        return self.target.tokenizer.chat(cast(Many[Message], prompt))
+        return self.target.tokenizer.encode(one) if isinstance(one, str) else self.target.tokenizer.chat(one)
 
     def sequences(self, prompts: Many[Prompt], params: SamplingParams | Many[SamplingParams], n: int = 1) -> list[Sequence]:
         """A Sequence for each prompt and choice, not yet opened."""
-        if n < 1:
-            raise ParameterError(f"n must be 1 or more; got {n}")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if not isinstance(n, int) or n < 1:
+            raise ParameterError(f"n must be 1 or more; got {n!r}")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not isinstance(each, Many) or not all(isinstance(p, SamplingParams) for p in each):
+            raise ParameterError(f"params must be SamplingParams, or a list of them; got {params!r}")
         if len(each) != len(prompts):
             raise ParameterError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
         if any(p.prediction is not None for p in each) and not self.drafter.takes_prediction:
@@ -130,8 +138,8 @@ class Engine:
         params, or its fields by name. Raises PromptError and ParameterError for what cannot be decoded, and LogitsError
         when the target's logits are no distribution (for a list the Result says so instead).
         """
-        many = _is_list_of_prompts(prompt)
-        sequences = self.sequences(self._as_list(prompt), _params(params, values), n)
+        prompts, many = read_prompts(prompt)
+        sequences = self.sequences(prompts, _params(params, values), n)
         rounds: dict[int, list[Round]] = defaultdict(list)
         self._share_prompts(sequences, n)
         for round in self.decode(sequences):
@@ -151,7 +159,7 @@ class Engine:
         **values: Any,
     ) -> Iterator[Chunk]:
         """Like `generate`, a Chunk for each round as it comes. Closing the iterator ends the decoding and frees its memory."""
-        sequences = self.sequences(self._as_list(prompt), _params(params, values), n)
+        sequences = self.sequences(read_prompts(prompt)[0], _params(params, values), n)
         return self._stream(sequences, n)
 
     def _stream(self, sequences: list[Sequence], n: int = 1) -> Iterator[Chunk]:
@@ -186,9 +194,6 @@ class Engine:
                 close_sequence(self.target, sequence)
             raise
 
-    def _as_list(self, prompt: Any) -> list[Prompt]:
-        return list(prompt) if _is_list_of_prompts(prompt) else [prompt]
-
     @staticmethod
     def result(s: Sequence, rounds: Many[Round]) -> Result:
         """What came of a sequence, from its Rounds."""
@@ -217,9 +222,16 @@ class Chat:
         self.engine = engine
         self.messages: list[Message] = list(messages)
         self._last: Sequence | None = None
+        self._answering = False
 
     def send(self, text: str, params: SamplingParams | None = None, **values: Any) -> Iterator[Chunk]:
-        """Say `text`; yields the answer as it comes. The turn joins `messages` when the answer is complete or given up."""
+        """Say `text`; yields the answer as it comes. The turn joins `messages` when the answer is complete or given up: before
+        that, nothing else can be said.
+        """
+        if self._answering:
+            raise ParameterError(
+                "the last answer is not finished: exhaust its iterator or close it, then send the next message"
+            )
         turn = [*self.messages, {"role": "user", "content": text}]
         (sequence,) = self.engine.sequences([turn], _params(params, values))
         self._reuse(sequence)
@@ -228,9 +240,13 @@ class Chat:
         return self._stream(sequence, turn)
 
     def _stream(self, sequence: Sequence, turn: list[Message]) -> Iterator[Chunk]:
+        if self._answering or sequence is not self._last:
+            raise ParameterError("this answer cannot begin: another message was sent, or the conversation was closed")
+        self._answering = True
         try:
             yield from self.engine._stream([sequence])
         finally:
+            self._answering = False
             self.messages = [*turn, {"role": "assistant", "content": sequence.text}]
 
     def _reuse(self, sequence: Sequence) -> None:
@@ -248,8 +264,10 @@ class Chat:
         sequence.attach(slot, state)
 
     def close(self) -> None:
-        """Free the conversation's cache."""
-        if held := self._last and self._last.detach():
+        """Free the conversation's cache. An answer that is still coming ends, and frees it then."""
+        if self._last and self._answering:
+            self._last.cancelled, self._last.keep_open = True, False
+        elif held := self._last and self._last.detach():
             slot, state = held
             self.engine.target.close(slot)
             state.close()
@@ -294,5 +312,31 @@ def _params(params: Any, values: dict[str, Any]) -> Any:
     return params
 
 
-def _is_list_of_prompts(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], (int, Mapping))
+def read_prompts(given: Any) -> tuple[list[Any], bool]:
+    """The prompts in `given`, each a text, a list of messages or a list of token ids; and whether it was a list of prompts.
+
+    Tensors and arrays count as lists, one message as a conversation. Raises PromptError for anything else.
+    """
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if isinstance(given, str):
+        return [given], False
+    if isinstance(given, Mapping):
+        return [[given]], False
+    if isinstance(given, (bytes, bytearray)) or not isinstance(given, Many):
+        raise PromptError(f"a prompt cannot be {type(given).__name__}; {ACCEPTED}")
+    items = [item.tolist() if hasattr(item, "tolist") else item for item in given]
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+        return [[int(item) for item in items]], False
+    if all(isinstance(item, Mapping) for item in items):
+        return [items], False
+    prompts: list[Any] = []
+    for item in items:
+        if isinstance(item, Mapping) or not isinstance(item, Many):
+            kinds = ", ".join(dict.fromkeys(type(i).__name__ for i in items))
+            raise PromptError(f"a prompt cannot be a list of {kinds}; {ACCEPTED}")
+        inner, many = read_prompts(item)
+        if many:
+            raise PromptError(f"a list of prompts cannot be one prompt; {ACCEPTED}")
+        prompts += inner
+    return prompts, True

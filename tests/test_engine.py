@@ -6,11 +6,13 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from test_decode import Sick
 from test_model_drafter import Compared
 from toys import plain, tiny_target
 
 import outrider
+from outrider.decode import Fixed
 from outrider.drafters import load_drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.engine import Engine
@@ -45,8 +47,42 @@ def test_prompts_of_every_kind() -> None:
         e.generate("bcd")
 
 
+def test_prompts_as_tensors_and_arrays() -> None:
+    e = engine()
+    wanted = e.generate([1, 2, 3], max_tokens=9).tokens
+    ids = torch.tensor([1, 2, 3])
+    for prompt in (ids, ids.numpy(), list(ids.numpy()), list(ids), (1, 2, 3), range(1, 4), {"role": "user", "content": "bcd"}):
+        assert e.generate(prompt, max_tokens=9).tokens == wanted
+        assert [t for c in e.stream(prompt, max_tokens=9) for t in c.tokens] == list(wanted)
+    for prompt in (torch.stack([ids, ids]), torch.stack([ids, ids]).numpy(), [ids, ids.numpy()], ("bcd", [1, 2, 3])):
+        assert [r.tokens for r in e.generate(prompt, max_tokens=9)] == [wanted] * 2
+    assert [r.tokens for r in e.generate(ids[None], max_tokens=9)] == [wanted]
+    message = {"role": "user", "content": "bcd"}
+    for prompt in (
+        *(None, 5, 1.5, b"bcd", {1, 2}, (i for i in (1, 2)), object(), torch.tensor(5)),
+        *(
+            [1.0, 2.0],
+            [True],
+            [1, "b"],
+            [message, "bcd"],
+            [1, message],
+            [["a", "b"], "c"],
+            torch.ones(2),
+            ids[None, None],
+            [None],
+        ),
+    ):
+        with pytest.raises(PromptError, match="give a text, a list of messages, a list of token ids"):
+            e.generate(prompt)
+    with pytest.raises(PromptError, match="cannot be one prompt"):
+        e.encode(["bcd", "c"])
+
+
 def test_parameters() -> None:
     e = engine()
+    for wrong in ({"max_tokens": 3}, 5, [{"max_tokens": 3}]):
+        with pytest.raises(ParameterError, match="params must be SamplingParams"):
+            e.generate("bcd", wrong)
     base = SamplingParams(max_tokens=5)
     assert len(e.generate("bcd", base, ignore_eos=True).tokens) == 5
     with pytest.raises(ParameterError, match="unknown sampling parameter 'tempratur'; known: temperature"):
@@ -59,7 +95,7 @@ def test_parameters() -> None:
         e.generate(["b", "c"], [base, base], max_tokens=3)
     each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 6)]
     assert [len(r.tokens) for r in e.generate(["b", "c"], each)] == [3, 6]
-    for n in (0, -1):
+    for n in (0, -1, 2.0):
         with pytest.raises(ParameterError, match="n must be 1 or more"):
             e.generate("bcd", n=n)
 
@@ -81,6 +117,10 @@ def test_which_rule() -> None:
     for draft in (-1, 1025):
         with pytest.raises(ParameterError, match="draft must be from 0 to 1024"):
             engine(draft=draft)
+    for wrong in (4.0, "4", True, None):
+        with pytest.raises(ParameterError, match=r"draft must be a whole number or a Pace; got"):
+            engine(draft=wrong)
+    assert engine(draft=Fixed(3)).generate("bcd", max_tokens=2).tokens
     nothing = engine("replay", {"script": "1 2 3 4 5 6"}, draft=0).generate("bcd", max_tokens=5)
     assert nothing.stats.proposed == 0 and nothing.stats.acceptance_length == 1.0
     lossy = engine(accept="typical").generate("bcd", max_tokens=2)
@@ -247,6 +287,44 @@ def test_a_turn_that_is_given_up() -> None:
         chat.send("b" * 300)
     assert len(chat.messages) == 4
     say(chat, "f", max_tokens=9)
+    chat.close()
+    assert e.target.open_slots == 0
+
+
+def test_one_answer_at_a_time() -> None:
+    e = engine()
+    chat = e.chat()
+    stream = chat.send("bcd", max_tokens=50, ignore_eos=True)
+    next(stream)
+    with pytest.raises(ParameterError, match="the last answer is not finished"):
+        chat.send("e")
+    answer = "".join(c.text for c in stream)
+    assert chat.messages[-1]["content"].endswith(answer) and len(chat.messages) == 2, (
+        "the answer goes on as if nothing had been"
+    )
+    wanted = engine("none").generate([*chat.messages, {"role": "user", "content": "e"}], max_tokens=9)
+    early = chat.send("k")
+    late = chat.send("e", max_tokens=9)
+    with pytest.raises(ParameterError, match="cannot begin: another message was sent"):
+        next(early)
+    assert "".join(c.text for c in late) == wanted.text and len(chat.messages) == 4
+    chat.close()
+    assert e.target.open_slots == 0
+
+
+def test_a_conversation_that_is_closed_in_the_middle_of_an_answer() -> None:
+    e = engine()
+    chat = e.chat()
+    stream = chat.send("bcd", max_tokens=50, ignore_eos=True)
+    first = next(stream).text
+    chat.close()
+    assert list(stream) == [] and e.target.open_slots == 0
+    assert chat.messages[-1] == {"role": "assistant", "content": first}
+    unheard = chat.send("e")
+    chat.close()
+    with pytest.raises(ParameterError, match="the conversation was closed"):
+        next(unheard)
+    assert say(chat, "e", max_tokens=9)
     chat.close()
     assert e.target.open_slots == 0
 

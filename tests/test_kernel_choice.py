@@ -185,6 +185,25 @@ def test_the_real_measurement_gives_a_time_for_everything(monkeypatch):
         assert all(len(times) == len(choose.ROWS) and min(times) > 0 for times in found[shape].values())
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_layer_in_several_places_is_built_once(name):
+    """Shared by two parents, and under two names of one."""
+    model, reference = llama(), llama()
+    for m in (model, reference):
+        first, second = m.model.layers
+        first.mlp.gate_proj = first.mlp.up_proj
+        second.mlp.gate_proj = second.mlp.up_proj = first.mlp.up_proj
+    places = [(parent, name) for parent, name, layer in choose.linears(model) if layer is model.model.layers[0].mlp.up_proj]
+    assert len(places) == 4
+    shapes = set(choose.shapes(model, torch.float32).values())
+    pack(model, torch.float32, {s: Choice(s, name, {}) for s in shapes})
+    modules = {getattr(parent, place) for parent, place in places}
+    assert len(modules) == 1 and type(modules.pop()) is KINDS[name]
+    tokens = torch.randint(3, 101, (1, 9))
+    with torch.no_grad():
+        assert (model(tokens).logits - reference(tokens).logits).abs().max() < 1e-4
+
+
 # ---- the candidates compute the layer -------------------------------------------------------------------------------
 
 

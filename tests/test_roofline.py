@@ -14,7 +14,7 @@ from outrider import kernels
 from outrider.bench import roofline
 from outrider.bench.roofline import Rates, Work, count
 from outrider.cli import app
-from outrider.errors import ParameterError
+from outrider.errors import ParameterError, PromptError
 from outrider.kernels import choose, pack
 from outrider.kernels.choose import Choice
 from outrider.targets.transformers import TransformersTarget
@@ -127,6 +127,11 @@ def test_the_result_adds_up():
     assert roofline.table(found).row_count == len(roofline.ROWS)
 
 
+def test_a_context_that_is_too_short():
+    with pytest.raises(PromptError, match=r"^250 tokens of context and 32 to measure with are too many.*256$"):
+        roofline.roofline(TransformersTarget.load(MODEL, device="cpu"), 250, 1, Rates(1e9, 1e9))
+
+
 def test_only_a_transformers_target_has_one():
     with pytest.raises(ParameterError, match="transformers"):
         roofline.roofline(object.__new__(_Other))
@@ -184,9 +189,23 @@ def test_check_shows_what_was_chosen():
     shown = CliRunner().invoke(app, arguments).stdout
     assert "Linear layers of the target" in shown and shapes[0]["why"] in shown and shapes[0]["shape"] in shown
     value["kernels"]["target"][0] |= {"ms": {"packed": {1: 0.5, 4: 0.6, 8: 0.7, 16: 1.25}}, "chosen": "packed", "why": ""}
+    assert value["kernels"]["why_not"] == kernels.why_not and ("no CPU kernels" in shown) == bool(kernels.why_not)
     from outrider.cli.check import products
 
     assert products(value["kernels"], "target").row_count == 5
+
+
+@pytest.mark.parametrize("turned_off", [True, False])
+def test_check_says_why_there_are_no_kernels(monkeypatch, turned_off):
+    monkeypatch.setattr(kernels, "VARIANT", "off")
+    monkeypatch.setattr(kernels, "_skinny", None)
+    monkeypatch.setattr(kernels, "_number", -1)
+    monkeypatch.setattr(kernels, "TURNED_OFF", turned_off)
+    monkeypatch.setattr(kernels, "why_not", "nobody compiled them")
+    reason = "OUTRIDER_KERNEL is off" if turned_off else "nobody compiled them"
+    arguments = ["check", MODEL, "none", "--context", "16"]
+    assert f"no CPU kernels: {reason}" in CliRunner().invoke(app, arguments).stdout
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["kernels"]["why_not"] == reason
 
 
 @pytest.mark.slow

@@ -283,6 +283,8 @@ def test_drafted_nothing() -> None:
 
 def test_logprob_entries_survive_infinities(tmp_path: Path) -> None:
     entry = TokenLogprob(3, -0.5, ((3, -0.5), (4, -math.inf)))
-    r = a_round(logprobs=(entry,))
-    write(tmp_path / "t", [r])
+    r = a_round(logprobs=(entry, TokenLogprob(5, -math.inf)))
+    written = write(tmp_path / "t", [r])
     assert read_trace(tmp_path / "t")[1] == [r]
+    assert b"Infinity" not in written  # most readers of JSON refuse it
+    assert json.loads(written.splitlines()[1])["logprobs"][0]["top"] == [[3, -0.5], [4, None]]

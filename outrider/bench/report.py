@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Sequence
@@ -13,6 +10,7 @@ from typing import Any, Sequence
 from rich.table import Table
 
 from ..errors import LoadError, ParameterError
+from ..files import write_json
 from .runner import Configuration, Row, Run, summarise
 
 RESULT_VERSION = 1
@@ -149,11 +147,6 @@ def refuse_overwriting(path: str | None) -> None:
 def write(path: str, value: dict[str, Any]) -> None:
     """Write a result whole or not at all."""
     try:
-        handle, part = tempfile.mkstemp(dir=Path(path).resolve().parent, prefix=".outrider-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, ensure_ascii=False, indent=1)
-            file.write("\n")
-        os.chmod(part, 0o444)
-        os.replace(part, path)
+        write_json(path, value, mode=0o444)
     except OSError as error:
         raise LoadError(f"cannot write {path}: {error.strerror}") from error

@@ -66,12 +66,11 @@ def roofline(target: Target, context: int = 128, repeats: int = 7, rates: Rates 
     if not isinstance(target, TransformersTarget) or target.device.type != "cpu":
         raise ParameterError(f"{target.name}: a roofline is drawn for transformers targets on the CPU only")
     rates = rates or measure_rates(target.dtype)
-    tokens = text_tokens(target, context + max(ROWS))
+    prompt, ahead = text_tokens(target, context, max(ROWS))
     slot = target.open()
     try:
-        for _ in target.prefill(slot, tokens[:context]):
+        for _ in target.prefill(slot, prompt):
             pass
-        ahead = tokens[context:]
         work = {n: count(target, slot, ahead[:n]) for n in ROWS}
         times = measure_rows(target, slot, ahead, ROWS, repeats)
     finally:

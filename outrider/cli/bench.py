@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Option
 
 from ..errors import ParameterError, PromptError
-from .options import MODEL, Loading, Output, Sampling, flags, numbers
+from .options import MODEL, Decoding, Output, Sampling, flags, numbers
 from .session import (
     INTERRUPTED,
     as_prompt,
@@ -62,7 +62,7 @@ class Done:
 @flags
 def bench(
     sweep: Sweep,
-    loading: Loading,
+    loading: Decoding,
     sampling: Sampling,
     output: Output,
     prompts: Annotated[str | None, Option(metavar="FILE", help=".jsonl with prompt or turns, or a text, one a line.")] = None,
@@ -121,7 +121,7 @@ def bench(
     finish(done, output.json, out)
 
 
-def refuse_with_roofline(sweep: Sweep, loading: Loading, sampling: Sampling, given: dict[str, Any]) -> None:
+def refuse_with_roofline(sweep: Sweep, loading: Decoding, sampling: Sampling, given: dict[str, Any]) -> None:
     """Raise for options that would say nothing to a pass of the target alone."""
     if (sweep.drafter, sweep.draft, sweep.batch) != (Sweep().drafter, Sweep().draft, Sweep().batch):
         raise ParameterError("--roofline measures the target alone: no --drafter, --draft, --batch")
@@ -131,7 +131,7 @@ def refuse_with_roofline(sweep: Sweep, loading: Loading, sampling: Sampling, giv
         raise ParameterError(f"{wrong[0]} does not go with --roofline")
 
 
-def rooflines(targets: list[str], loading: Loading, context: int, repeats: int, as_json: bool, out: str | None) -> None:
+def rooflines(targets: list[str], loading: Decoding, context: int, repeats: int, as_json: bool, out: str | None) -> None:
     """Measure and print a roofline for each target."""
     from ..bench import report, roofline
     from ..machine import manifest
@@ -167,7 +167,7 @@ def own_options(drafter: str, drafters: list[str], given: dict[str, str]) -> dic
 
 
 def opened(
-    target: str, sizes: list[list[Configuration]], loading: Loading, asked: list[BenchPrompt], raw: bool, done: Done
+    target: str, sizes: list[list[Configuration]], loading: Decoding, asked: list[BenchPrompt], raw: bool, done: Done
 ) -> Iterator[tuple[dict[Configuration, Engine], list[tuple[Any, str]]]]:
     """For each batch size the engines of one target, and the prompts as it takes them. Models are loaded once."""
     from ..engine import Engine

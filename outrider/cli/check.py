@@ -22,7 +22,7 @@ def check(
 ) -> None:
     """Say whether target and drafter fit, what rows and drafts cost here, and what speed-up to expect, or why none."""
     options = loading.options()
-    check_early(drafter, options, loading.accept)
+    check_early(drafter, options)
     model = open_target(target, loading)
     opened = open_drafter(drafter, model, options, loading)
     from ..check import check as measure
@@ -41,8 +41,11 @@ def check(
             console.print(
                 f"(kernel {found['kernels']['variant']}; measured once, kept in {found['kernels']['cache']})", style="dim"
             )
+    if found["kernels"]["why_not"]:
+        console.print(f"no CPU kernels: {found['kernels']['why_not']}", highlight=False)
     console.print(costs(found["costs_ms"]))
-    console.print(speedups(found))
+    if found["speedup"]:
+        console.print(speedups(found))
     console.print(found["verdict"], highlight=False)
 
 
@@ -116,10 +119,14 @@ def costs(found: dict[str, Any]) -> Table:
         table.add_column(f"{n} row{'s' * (n > 1)}", justify="right")
     table.add_column("first drafted token", justify="right")
     table.add_column("each further one", justify="right")
+    table.add_column("proposed", justify="right")
     one = found["rows"][1]
-    table.add_row("ms", *(f"{v:.1f}" for v in found["rows"].values()), f"{found['draft']:.2f}", f"{found['step']:.2f}")
+    proposed = ", ".join(f"{n:.2g} of {asked}" for asked, n in found["proposed"].items())
+    table.add_row(
+        "ms", *(f"{v:.1f}" for v in found["rows"].values()), f"{found['draft']:.2f}", f"{found['step']:.2f}", proposed
+    )
     relative = [f"{v:.2f}" for v in found["rows_relative"].values()]
-    table.add_row("of 1 row", *relative, f"{found['draft'] / one:.3f}", f"{found['step'] / one:.3f}")
+    table.add_row("of 1 row", *relative, f"{found['draft'] / one:.3f}", f"{found['step'] / one:.3f}", "")
     return table
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from typer import Option
 
-from .options import Loading, Output, Pair, Sampling, flags
+from .options import Decoding, Output, Pair, Sampling, flags
 from .run import end_text, header, show
 from .session import (
     INTERRUPTED,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @flags
 def demo(
     pair: Pair,
-    loading: Loading,
+    loading: Decoding,
     sampling: Sampling,
     output: Output,
     only: Annotated[int | None, Option(min=1, max=4, help="Only this prompt.")] = None,
@@ -59,14 +59,18 @@ def demo(
         typer.echo(introduction(plain, pair))
     outcomes: list[Outcome] = []
     interrupted = False
-    about = {**header(drafted, pair), "rule": drafted.rule_for(params), "seed": params.seed}
-    names = [{"prompt": prompt.category, "drafter": name} for prompt in chosen for name in ("none", pair.drafter)]
-    with open_trace(output.trace, params, names, **about) as trace:
+    asked = [(plain.sequences([messages], params)[0], drafted.sequences([messages], params)[0]) for messages in ready]
+    names = [
+        {"prompt": prompt.category, "drafter": name, "rule": s.rule, "lossy": s.lossy, "seed": s.sampler.seed}
+        for prompt, pair_of in zip(chosen, asked)
+        for name, s in zip(("none", pair.drafter), pair_of)
+    ]
+    with open_trace(output.trace, params, names, **header(drafted, pair)) as trace:
         try:
-            for number, (prompt, messages) in enumerate(zip(chosen, ready)):
+            for number, (prompt, sequences) in enumerate(zip(chosen, asked)):
                 stage = Stage(pair.drafter, trace, number, output.json)
                 stage.announce(f"{number + 1}. {prompt.category}", prompt.text)
-                outcomes.append(play(plain, drafted, prompt, messages, params, stage))
+                outcomes.append(play(plain, drafted, prompt, sequences, stage))
                 stage.conclude(outcomes[-1])
         except KeyboardInterrupt:
             interrupted = True

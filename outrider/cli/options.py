@@ -37,12 +37,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Loading:
-    """How models are loaded, how they draft, and how drafts are accepted."""
+    """How models are loaded, and how they draft."""
 
     option: Annotated[
         list[str], Option("-o", "--option", metavar="NAME=VALUE", help="An option of the drafter.", rich_help_panel=MODEL)
     ] = field(default_factory=list)
-    accept: Annotated[str | None, Option(help="Accept rule instead of the default.", rich_help_panel=MODEL)] = None
     device: Annotated[str, Option(help="auto, cpu, cuda, cuda:N, mps.", rich_help_panel=MODEL)] = "auto"
     dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16, float64.", rich_help_panel=MODEL)] = "auto"
     trust_remote_code: Annotated[
@@ -65,6 +64,13 @@ class Loading:
                 raise ParameterError(f"an option of the drafter is written -o name=value; got {text!r}")
             made[name] = value
         return made
+
+
+@dataclass(frozen=True)
+class Decoding(Loading):
+    """For commands that decode: also how drafts are accepted."""
+
+    accept: Annotated[str | None, Option(help="Accept rule instead of the default.", rich_help_panel=MODEL)] = None
 
 
 @dataclass(frozen=True)

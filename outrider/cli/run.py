@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Iterable
 import typer
 from typer import Argument, Option
 
-from .options import Loading, Output, Pair, Sampling, flags, read_text, refuse_together, text_or_file, usage
+from .options import Decoding, Output, Pair, Sampling, flags, read_text, refuse_together, text_or_file, usage
 from .session import (
     INTERRUPTED,
     as_prompt,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @flags
 def run(
     pair: Pair,
-    loading: Loading,
+    loading: Decoding,
     sampling: Sampling,
     output: Output,
     prompt: Annotated[str | None, Argument(help="The prompt; without it, --file or stdin.")] = None,
@@ -182,9 +182,12 @@ def converse(
     engine: Engine, params: SamplingParams, first: str | None, system: str | None, pair: Pair, trace_path: str | None
 ) -> None:
     """Turns until the input ends. Each reuses the cache of the turns before."""
+    from ..decode import find_rule
+
     messages = [{"role": "system", "content": system}] if system is not None else []
     with closing(engine), closing(engine.chat(messages)) as chat:
-        about = {**header(engine, pair), "rule": engine.rule_for(params), "seed": params.seed}
+        rule = engine.rule_for(params)
+        about = {**header(engine, pair), "rule": rule, "lossy": find_rule(rule)[1], "seed": params.seed}
         with open_trace(trace_path, params, [], **about) as trace:
             turn = 0
             while (text := first if first is not None else read_turn()) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -16,7 +15,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from ..errors import LoadError, OutriderError, OutriderWarning, ParameterError, PromptError
-from .options import Loading, Pair
+from ..files import to_json
+from .options import Decoding, Loading, Pair
 
 if TYPE_CHECKING:
     from ..drafters import Drafter
@@ -77,7 +77,7 @@ def on_stdout() -> Console:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2, default=str))
+    typer.echo(to_json(value, indent=2, default=str))
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def open_drafter(name: str, target: Target, options: dict[str, str], loading: Lo
         return load_drafter(name, target, options, **passed)
 
 
-def open_engine(pair: Pair, loading: Loading) -> Engine:
+def open_engine(pair: Pair, loading: Decoding) -> Engine:
     """The engine for a pair. What is wrong with the options is said before anything is loaded, as far as it can be."""
     options = loading.options()
     check_early(pair.drafter, options, loading.accept)
@@ -131,7 +131,7 @@ def open_engine(pair: Pair, loading: Loading) -> Engine:
     return Engine(target, open_drafter(pair.drafter, target, options, loading), pair.draft, loading.accept)
 
 
-def check_early(drafter: str, options: dict[str, str], accept: str | None) -> None:
+def check_early(drafter: str, options: dict[str, str], accept: str | None = None) -> None:
     """Raise for an unknown drafter, option or rule, without loading a model."""
     from ..decode import find_rule
     from ..drafters import TABLE, make_options

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from ..files import cache_directory, write_json
 from ..machine import machine
 from . import PANEL, TYPES, Packed, PackedLinear
 
@@ -114,12 +114,14 @@ def decide(times: Times, allowed: Sequence[str]) -> str:
 # ---- for a whole model ----------------------------------------------------------------------------------------------
 
 
-def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers that can be exchanged: parent, name there, layer."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype in TYPES and child.weight.device.type == "cpu":
-                yield parent, name, child
+def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers that can be exchanged: parent, name there, layer. A layer that stands in several places comes with each."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()  # unlike named_children it has a layer under every name
+        if type(child) is nn.Linear and child.weight.dtype in TYPES and child.weight.device.type == "cpu"
+    ]
 
 
 def is_tied(model: Any) -> bool:
@@ -243,7 +245,7 @@ def _time(shape: Shape, pools: Mapping[str, Tensor], seconds: float) -> Times:
             for name, modules in copies.items():
                 module = modules[used[name] % len(modules)]
                 used[name] += 1
-                taken = _milliseconds(lambda: module(x))  # noqa: B023
+                taken = milliseconds(lambda: module(x))  # noqa: B023
                 if turn:  # the first round warms up
                     found[name][i].append(taken)
     return {name: tuple(statistics.median(t) * shape.n / n for t in times) for name, times in found.items()}
@@ -271,7 +273,8 @@ def _plain(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def _milliseconds(work: Callable[[], Any]) -> float:
+def milliseconds(work: Callable[[], Any]) -> float:
+    """How long one call of `work` takes."""
     began = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - began)
@@ -282,7 +285,8 @@ def _milliseconds(work: Callable[[], Any]) -> float:
 
 def cache_file() -> Path:
     """Where measurements are kept: $OUTRIDER_CACHE, else ~/.cache/outrider/kernels.json."""
-    return Path(os.environ.get("OUTRIDER_CACHE") or "~/.cache/outrider/kernels.json").expanduser()
+    given = os.environ.get("OUTRIDER_CACHE")
+    return Path(os.path.expanduser(given)) if given else cache_directory() / "kernels.json"
 
 
 def key() -> str:
@@ -316,10 +320,7 @@ def remember(measured: Mapping[str, Times]) -> None:
     path = cache_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=".outrider-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-        os.replace(part, path)
+        write_json(path, value)
     except OSError:
         return
 
