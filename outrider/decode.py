@@ -295,6 +295,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
                 error=s.error,
                 rule=s.rule,
                 lossy=s.lossy,
+                seed=s.sampler.seed,
                 drafter=drafter.name,
                 budget=budget,
                 rows=rows,

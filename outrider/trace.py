@@ -60,7 +60,7 @@ class Round:
         the token was chosen without chance).
     tests, path: what the accept rule tested and kept, before the cut. emitted: the new tokens, after it.
     pieces: the text that became final, in parts with whether a part was drafted; finish: why the sequence ended, if it did.
-    rows, sequences: rows and sequences of the whole pass.
+    seed: given, or drawn for the sequence. rows, sequences: rows and sequences of the whole pass.
     """
 
     sequence: int
@@ -80,6 +80,7 @@ class Round:
     error: str | None
     rule: str
     lossy: bool
+    seed: int
     drafter: str
     budget: Budget
     rows: int

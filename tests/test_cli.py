@@ -159,6 +159,7 @@ def test_chat_goes_on_until_the_input_ends(expected, tmp_path):
     header, rounds = read_trace(tmp_path / "t")
     assert {r.sequence for r in rounds} == {0, 1}
     assert (header["rule"], header["lossy"], header["seed"]) == ("block", False, None)
+    assert len({r.seed for r in rounds if r.sequence == 0}) == 1  # drawn, and kept for the turn
 
 
 def test_ctrl_c_ends_an_answer_but_not_the_chat(monkeypatch):

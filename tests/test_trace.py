@@ -187,6 +187,7 @@ def a_round(
         "error": None,
         "rule": "rejection",
         "lossy": False,
+        "seed": 5,
         "drafter": "test",
         "budget": Budget(4, 4),
         "rows": len(tokens),
