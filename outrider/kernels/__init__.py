@@ -59,7 +59,10 @@ TURNED_OFF = os.environ.get("OUTRIDER_KERNEL") == "off"
 
 
 class Packed(nn.Module):
-    """A weight matrix ``[N, K]`` in panels of 32 outputs, ``[ceil(N / 32), K, 32]``, in its own type."""
+    """A weight matrix ``[N, K]`` in panels of 32 outputs, ``[ceil(N / 32), K, 32]``, in its own type.
+
+    Of 16-bit types, outputs c and c + 16 of a panel stand side by side.
+    """
 
     panels: Tensor
 
@@ -68,6 +71,7 @@ class Packed(nn.Module):
         assert _skinny is not None
         weight = weight.detach().contiguous()
         self.n, self.k = weight.shape
+        self.dtype = weight.dtype
         panels = torch.empty((self.n + PANEL - 1) // PANEL, self.k, PANEL, dtype=weight.dtype)
         _skinny.pack(weight.data_ptr(), panels.data_ptr(), self.n, self.k, weight.element_size(), torch.get_num_threads())
         self.register_buffer("panels", panels, persistent=False)
@@ -77,21 +81,24 @@ class Packed(nn.Module):
         """Around panels that there are already, with n outputs."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.n, self.k = n, panels.shape[1]
+        self.n, self.k, self.dtype = n, panels.shape[1], panels.dtype
         self.register_buffer("panels", panels, persistent=False)
         return self
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows ``[..., K]`` of the matrix, float32."""
         flat = index.reshape(-1)
-        return self.panels[flat // PANEL, :, flat % PANEL].float().view(*index.shape, self.k)
+        place = flat % PANEL
+        if self.dtype != torch.float32:
+            place = place % (PANEL // 2) * 2 + place // (PANEL // 2)
+        return self.panels[flat // PANEL, :, place].float().view(*index.shape, self.k)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W.T + bias``: x ``[..., K]`` float32, result ``[..., N]`` float32."""
         assert _skinny is not None
         panels, n, k = self.panels, self.n, self.k
-        if not (x.is_cpu and panels.is_cpu):
-            raise RuntimeError("a packed model stays on the CPU")
+        if not (x.is_cpu and panels.is_cpu and panels.dtype == self.dtype):
+            raise RuntimeError("a packed model stays on the CPU and keeps the type of its weights")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], n)
         _skinny.linear(
@@ -102,7 +109,7 @@ class Packed(nn.Module):
             x.numel() // k,
             n,
             k,
-            TYPES[panels.dtype],
+            TYPES[self.dtype],
             _number,
             torch.get_num_threads(),
         )

@@ -15,7 +15,7 @@
 #endif
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-enum { PANEL = 32, MOST_ROWS = 48, DEPTH = 256, AHEAD = 128 }; /* of the matrix product */
+enum { PANEL = 32, HALF = PANEL / 2, MOST_ROWS = 48, DEPTH = 256, AHEAD = 128 }; /* of the matrix product */
 enum { ATTEND_ROWS = 12 }; /* of attention */
 
 struct linear {
@@ -42,7 +42,7 @@ struct attention {
 #define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23 /* two vectors' lower halves, in turns */
 #define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #define ROWS 12
-#define VECTORS 2
+#define PAIRS 1
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
 #include "_skinny.h"
 
@@ -51,7 +51,7 @@ struct attention {
 #define LOW 0, 8, 1, 9, 2, 10, 3, 11 /* two vectors' lower halves, in turns */
 #define HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #define ROWS 6
-#define VECTORS 2
+#define PAIRS 1
 #define TARGET __attribute__((target("avx2,fma")))
 #include "_skinny.h"
 #endif
@@ -62,10 +62,10 @@ struct attention {
 #define HIGH 2, 6, 3, 7
 #if defined(__aarch64__)
 #define ROWS 6
-#define VECTORS 4
+#define PAIRS 2
 #else
 #define ROWS 4
-#define VECTORS 2
+#define PAIRS 1
 #endif
 #define TARGET
 #include "_skinny.h"
@@ -169,7 +169,8 @@ static PyObject *attend(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* weights[N][K] -> packed[ceil(N / PANEL)][K][PANEL], missing outputs zero; `size` bytes an element. */
+/* weights[N][K] -> packed[ceil(N / PANEL)][K][PANEL], missing outputs zero; `size` bytes an element. With 2 bytes, outputs c and
+   c + HALF of a panel stand side by side. */
 static PyObject *pack(PyObject *self, PyObject *args)
 {
     unsigned long long from, to;
@@ -195,7 +196,7 @@ static PyObject *pack(PyObject *self, PyObject *args)
                 long n = panel * PANEL + c;
                 for (long k = k0; k < k1; k++) {
                     if (size == 2)
-                        ((uint16_t *)(uintptr_t)to)[(panel * K + k) * PANEL + c] = n < N ? ((const uint16_t *)(uintptr_t)from)[n * K + k] : 0;
+                        ((uint16_t *)(uintptr_t)to)[(panel * K + k) * PANEL + c % HALF * 2 + c / HALF] = n < N ? ((const uint16_t *)(uintptr_t)from)[n * K + k] : 0;
                     else
                         ((uint32_t *)(uintptr_t)to)[(panel * K + k) * PANEL + c] = n < N ? ((const uint32_t *)(uintptr_t)from)[n * K + k] : 0;
                 }

@@ -8,55 +8,63 @@
 
 typedef float VARIANT(floats) __attribute__((vector_size(W * 4), aligned(4)));
 typedef uint32_t VARIANT(words) __attribute__((vector_size(W * 4), aligned(4)));
-typedef uint16_t VARIANT(halves) __attribute__((vector_size(W * 2), aligned(2)));
-
-TARGET static inline VARIANT(floats) VARIANT(widen)(const void *weights, long at, int type)
+/* 2 * W weights of one k: outputs c to c + W of the panel in `low`, outputs c + HALF to c + HALF + W in `high`. Weights of 16 bits
+   are packed in such pairs, c in the lower half of a word, so that one load and two cheap operations widen both. */
+TARGET static inline __attribute__((always_inline)) void
+VARIANT(widen)(const void *weights, long k, long c, const int type, VARIANT(floats) *low, VARIANT(floats) *high)
 {
-    if (type == FLOAT32)
-        return *(const VARIANT(floats) *)((const float *)weights + at);
-    VARIANT(words) bits = __builtin_convertvector(*(const VARIANT(halves) *)((const uint16_t *)weights + at), VARIANT(words));
-    if (type == BFLOAT16)
-        return (VARIANT(floats))(bits << 16);
+    if (type == FLOAT32) {
+        *low = *(const VARIANT(floats) *)((const float *)weights + k * PANEL + c);
+        *high = *(const VARIANT(floats) *)((const float *)weights + k * PANEL + HALF + c);
+        return;
+    }
+    VARIANT(words) both = *(const VARIANT(words) *)((const uint32_t *)weights + k * HALF + c);
+    if (type == BFLOAT16) {
+        *low = (VARIANT(floats))(both << 16);
+        *high = (VARIANT(floats))(both & 0xffff0000);
+        return;
+    }
     /* float16: move exponent and fraction into float32's places, then scale by 2^(127 - 15); subnormals come out right. */
-    VARIANT(floats) magnitude = (VARIANT(floats))((bits & 0x7fff) << 13) * 0x1p112f;
-    return (VARIANT(floats))((VARIANT(words))magnitude | (bits & 0x8000) << 16);
+    VARIANT(floats) small = (VARIANT(floats))((both & 0x7fff) << 13) * 0x1p112f;
+    *low = (VARIANT(floats))((VARIANT(words))small | (both & 0x8000) << 16);
+    small = (VARIANT(floats))((both >> 16 & 0x7fff) << 13) * 0x1p112f;
+    *high = (VARIANT(floats))((VARIANT(words))small | (both & 0x80000000));
 }
 
-/* tile[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows (a constant after inlining) and VECTORS * W columns. */
+/* tile[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `pairs` * 2 * W columns: constants after inlining. */
 TARGET static inline __attribute__((always_inline)) void
-VARIANT(block)(const float *x, long stride, const void *weights, long at, long depth, float *tile, const int rows, const int vectors,
+VARIANT(block)(const float *x, long stride, const void *weights, long depth, float *tile, long column, const int rows, const int pairs,
                const int type)
 {
-    VARIANT(floats) sum[ROWS * (PANEL / W)];
+    VARIANT(floats) sum[ROWS * 2 * (HALF / W)];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            sum[r * vectors + v] = *(VARIANT(floats) *)(tile + r * PANEL + v * W);
+        for (int u = 0; u < 2 * pairs; u++)
+            sum[r * 2 * pairs + u] = *(VARIANT(floats) *)(tile + r * PANEL + u % 2 * HALF + column + u / 2 * W);
     const long line = PANEL * (type == FLOAT32 ? 4 : 2);
-    const char *ahead = (const char *)weights + at / PANEL * line + AHEAD * line;
+    const char *ahead = (const char *)weights + AHEAD * line;
     for (long k = 0; k < depth; k++) {
         __builtin_prefetch(ahead + k * line); /* across pages, where the processor's own prefetching stops */
-        VARIANT(floats) w[PANEL / W];
-        for (int v = 0; v < vectors; v++)
-            w[v] = VARIANT(widen)(weights, at + k * PANEL + v * W, type);
+        VARIANT(floats) w[2 * (HALF / W)];
+        for (int u = 0; u < pairs; u++)
+            VARIANT(widen)(weights, k, column + u * W, type, &w[2 * u], &w[2 * u + 1]);
         for (int r = 0; r < rows; r++) {
             float a = x[r * stride + k];
-            for (int v = 0; v < vectors; v++)
-                sum[r * vectors + v] += w[v] * a;
+            for (int u = 0; u < 2 * pairs; u++)
+                sum[r * 2 * pairs + u] += w[u] * a;
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            *(VARIANT(floats) *)(tile + r * PANEL + v * W) = sum[r * vectors + v];
+        for (int u = 0; u < 2 * pairs; u++)
+            *(VARIANT(floats) *)(tile + r * PANEL + u % 2 * HALF + column + u / 2 * W) = sum[r * 2 * pairs + u];
 }
 
 #define CASE(n)                                                                                                               \
     case n:                                                                                                                   \
-        VARIANT(block)(x, stride, weights, at, depth, tile, n, vectors, type);                                                \
+        VARIANT(block)(x, stride, weights, depth, tile, column, n, PAIRS, type);                                              \
         break;
 
 TARGET static inline __attribute__((always_inline)) void
-VARIANT(rows)(const float *x, long stride, const void *weights, long at, long depth, float *tile, int rows, const int vectors,
-              const int type)
+VARIANT(rows)(const float *x, long stride, const void *weights, long depth, float *tile, long column, int rows, const int type)
 {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4)
@@ -75,18 +83,19 @@ TARGET static inline __attribute__((always_inline)) void
 VARIANT(panel)(const float *x, long stride, const void *weights, long panel, long K, float *tile, long rows, const int type)
 {
     memset(tile, 0, rows * PANEL * sizeof(float));
+    const char *first_weight = (const char *)weights + panel * K * PANEL * (type == FLOAT32 ? 4 : 2);
     if (rows == 1) { /* memory decides: all columns at once, for enough independent sums */
-        VARIANT(block)(x, stride, weights, panel * K * PANEL, K, tile, 1, PANEL / W, type);
+        VARIANT(block)(x, stride, first_weight, K, tile, 0, 1, HALF / W, type);
         return;
     }
     long groups = (rows + ROWS - 1) / ROWS;
     for (long k = 0; k < K; k += DEPTH) { /* a stretch of the panel that stays in the first cache for all rows */
         long depth = K - k < DEPTH ? K - k : DEPTH;
-        for (long column = 0; column < PANEL; column += VECTORS * W)
+        const char *stretch = first_weight + k * PANEL * (type == FLOAT32 ? 4 : 2);
+        for (long column = 0; column < HALF; column += PAIRS * W)
             for (long g = 0; g < groups; g++) {
                 long first = g * rows / groups, last = (g + 1) * rows / groups;
-                VARIANT(rows)(x + first * stride + k, stride, weights, (panel * K + k) * PANEL + column, depth,
-                              tile + first * PANEL + column, last - first, VECTORS, type);
+                VARIANT(rows)(x + first * stride + k, stride, stretch, depth, tile + first * PANEL, column, last - first, type);
             }
     }
 }
@@ -119,5 +128,5 @@ TARGET static void VARIANT(linear)(const struct linear *p, long panel)
 #undef LOW
 #undef HIGH
 #undef ROWS
-#undef VECTORS
+#undef PAIRS
 #undef TARGET

@@ -26,7 +26,7 @@ from ..files import cache_directory, write_json
 from ..machine import machine
 from . import PANEL, TYPES, Packed, PackedLinear
 
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Part of the cache's key: goes up when the compiled kernels change their speed."""
 FILE_VERSION = 1
 ROWS = (1, 4, 8, 16)
