@@ -17,6 +17,7 @@ from .decode import Sequence as Decoding
 from .decode import close_sequence, open_sequence
 from .drafters import Drafter
 from .drafters.model import ModelDrafter
+from .drafters.vocabulary import Translated, compare
 from .errors import PromptError
 from .kernels.choose import ROWS as ROWS_MEASURED
 from .kernels.choose import cache_file, milliseconds
@@ -188,25 +189,20 @@ def describe(model: Target, draft: int) -> dict[str, Any]:
 
 
 def tokenizers(target: Target, model: Target) -> dict[str, Any]:
-    """How far the vocabularies agree."""
-    if target.tokenizer is None or model.tokenizer is None:
-        return {
-            "equal": None,
-            "different": None,
-            "only_target": None,
-            "only_drafter": None,
-            "same_end": target.eos == model.eos,
+    """How far the vocabularies agree, by the text of the tokens; overlap: the shared ones as a share of the smaller vocabulary."""
+    overlap = model.overlap if isinstance(model, Translated) else compare(target, model)
+    facts: dict[str, Any] = dict.fromkeys(("equal", "different", "only_target", "only_drafter", "shared", "overlap"))
+    if overlap is not None:
+        both = len(overlap.target.keys() & overlap.drafter.keys())
+        facts = {
+            "equal": overlap.target == overlap.drafter,
+            "different": len(overlap.differing),
+            "only_target": len(overlap.target) - both,
+            "only_drafter": len(overlap.drafter) - both,
+            "shared": len(overlap.shared),
+            "overlap": overlap.share,
         }
-    mine, theirs = ({i: text for text, i in m.tokenizer.vocabulary().items()} for m in (target, model))  # type: ignore[union-attr]
-    shared = mine.keys() & theirs.keys()
-    different = sum(mine[i] != theirs[i] for i in shared)
-    return {
-        "equal": mine == theirs,
-        "different": different,
-        "only_target": len(mine) - len(shared),
-        "only_drafter": len(theirs) - len(shared),
-        "same_end": target.eos == model.eos,
-    }
+    return {**facts, "translated": isinstance(model, Translated), "same_end": target.eos == model.eos}
 
 
 def chosen(model: Target) -> list[dict[str, Any]]:
@@ -218,6 +214,7 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
     """Everything about a pair, as `outrider check --json` prints it."""
     model = getattr(drafter, "model", None)
     model = model if isinstance(model, Target) else None
+    own = model.inner if isinstance(model, Translated) else model
     costs = measure(target, drafter, context)
     silent = costs.drafted_nothing and drafter.name != "none"
     rates = () if silent else RATES
@@ -226,7 +223,7 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
         "drafter": {
             "name": drafter.name,
             "options": asdict(drafter.options),
-            "model": describe(model, draft) if model else None,
+            "model": describe(own, draft) if own else None,
         },
         "tokenizers": tokenizers(target, model) if model else None,
         "kernels": {
@@ -235,7 +232,7 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
             "cache": str(cache_file()),
             "rows": ROWS_MEASURED,
             "target": chosen(target),
-            "drafter": chosen(model) if model else [],
+            "drafter": chosen(own) if own else [],
         },
         "costs_ms": {**asdict(costs), "rows_relative": {n: costs.target(n) / costs.target(1) for n in costs.rows}},
         "speedup": {rate: {k: costs.speedup(rate, k) for k in DRAFTS} for rate in rates},

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Sequence
 
 import pytest
 from toys import plain, run, tiny_model, tiny_target
 
 from outrider.drafters.base import Work
-from outrider.drafters.model import PREFILL_FROM, ModelDrafter, ModelOptions, check_vocabulary
-from outrider.errors import LoadError, OutriderWarning, ParameterError
+from outrider.drafters.model import PREFILL_FROM, ModelDrafter, ModelOptions
+from outrider.errors import ParameterError
 from outrider.sampling import Sampler, SamplingParams
-from outrider.targets.table import LetterTokenizer, TableTarget
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.table import TableTarget
 from outrider.tree import Budget, DraftTree
 
 LAW: dict[str, Any] = {"vocab_size": 12, "seed": 21, "sharpness": 2.0, "context_length": 300}
@@ -233,33 +231,3 @@ def test_options() -> None:
     for value in (-0.1, 1.0, 2.0):
         with pytest.raises(ParameterError, match="min_probability"):
             ModelOptions(min_probability=value)
-
-
-# ---- whose vocabulary ------------------------------------------------------------------------------------------------------
-
-
-def named(texts: Sequence[str], name: str) -> TableTarget:
-    t = TableTarget(vocab_size=len(texts), eos=())
-    t.tokenizer = LetterTokenizer(texts)
-    t.name = name
-    return t
-
-
-def test_check_vocabulary() -> None:
-    texts = [f"t{i}" for i in range(100)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_vocabulary(named(texts, "big"), named(texts, "small"))
-        check_vocabulary(named(texts, "big"), named(texts[:95], "small"))  # padded
-        check_vocabulary(named(texts[:95], "big"), named(texts, "small"))
-    with pytest.warns(OutriderWarning, match="1 token ids differ .* 39: 'other' in the drafter, 't39' in the target"):
-        check_vocabulary(named(texts, "big"), named([*texts[:39], "other", *texts[40:]], "small"))
-    shifted = [*texts[:50], "new", *texts[50:99]]
-    with pytest.raises(LoadError, match=r"small cannot draft for big.*token 50 is 't50' there and 'new' here"):
-        check_vocabulary(named(texts, "big"), named(shifted, "small"))
-    with pytest.raises(LoadError, match="only 50%"):
-        check_vocabulary(named(texts, "big"), named(texts[:50], "small"))
-    one, other = TransformersTarget(tiny_model("llama")), TransformersTarget(tiny_model("llama", vocab_size=80))
-    with pytest.raises(LoadError, match="80 token ids and llama has 101"):
-        check_vocabulary(one, other)
-    check_vocabulary(one, one)

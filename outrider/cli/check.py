@@ -72,11 +72,11 @@ def facts(found: dict[str, Any]) -> Table:
         table.add_row(name.replace("_bytes", "").replace("_", " "), *(show(model[name]) for model in models))
     if found["tokenizers"]:
         same = found["tokenizers"]
-        text = (
-            "equal"
-            if same["equal"]
-            else f"{same['different']} ids differ, {same['only_target']} only in the target, {same['only_drafter']} only in the drafter"
-        )
+        text = "equal" if same["equal"] is not None else "unknown, for want of a tokenizer"
+        if same["translated"]:
+            text = f"different: {same['shared']} tokens shared, {same['overlap']:.0%} of the smaller vocabulary; others are not drafted"
+        elif same["equal"] is False:
+            text = f"{same['different']} ids differ, {same['only_target']} only in the target, {same['only_drafter']} only in the drafter"
         table.add_row("tokenizers", text, "same end tokens" if same["same_end"] else "other end tokens")
     elif found["drafter"]["name"] != "none":
         table.add_row("drafter", f"{found['drafter']['name']}: no model, so tokenizer and memory are the target's")

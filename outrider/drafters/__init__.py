@@ -59,7 +59,7 @@ TABLE: dict[str, Entry] = {
     ),
     "model": Entry(
         "model:ModelDrafter",
-        "a smaller causal language model with the same tokenizer",
+        "a smaller causal language model, with the same vocabulary or another",
         "a model",
         ("chain",),
         "speculative decoding (Leviathan et al. 2023, Chen et al. 2023)",

@@ -13,14 +13,14 @@ from typing import Any, Sequence
 
 from torch import Tensor
 
-from ..errors import LoadError, OutriderWarning, ParameterError
+from ..errors import OutriderWarning, ParameterError
 from ..sampling import Sampler
 from ..targets.base import Slot, Target
 from ..tree import Budget, DraftTree
 from .base import Drafter, Options, State, Work
+from .vocabulary import in_words_of
 
 PREFILL_FROM = 16
-LEAST_OVERLAP = 0.9
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ModelState(State):
 
 
 class ModelDrafter(Drafter):
-    """Chains from a smaller causal language model with the target's tokenizer."""
+    """Chains from a smaller causal language model, with the target's vocabulary or another."""
 
     name = "model"
     Options = ModelOptions
@@ -110,7 +110,7 @@ class ModelDrafter(Drafter):
         assert source is not None
         loading |= {name: value for name in ("device", "dtype") if (value := getattr(options, name)) is not None}
         model = load_target(source, **loading)
-        check_vocabulary(target, model)
+        model = in_words_of(target, model)
         if target.n_parameters and model.n_parameters >= target.n_parameters:
             ratio = model.n_parameters / target.n_parameters
             warnings.warn(
@@ -170,34 +170,3 @@ class _Draft:
 
     def tree(self) -> DraftTree:
         return DraftTree.chain(self.anchor, self.tokens, self.q if any(q is not None for q in self.q) else None, self.score)
-
-
-def check_vocabulary(target: Target, model: Target) -> None:
-    """Raise LoadError unless both tokenizers give the same ids the same text; a few that differ only cost acceptance."""
-    if target.tokenizer is None or model.tokenizer is None:
-        if target.vocab_size != model.vocab_size:
-            raise LoadError(
-                f"{model.name} has {model.vocab_size} token ids and {target.name} has {target.vocab_size}, without a tokenizer to compare"
-            )
-        return
-    mine = {token: text for text, token in target.tokenizer.vocabulary().items()}
-    theirs = {token: text for text, token in model.tokenizer.vocabulary().items()}
-    shared = mine.keys() & theirs.keys()
-    different = sorted(token for token in shared if mine[token] != theirs[token])
-    agreement = (len(shared) - len(different)) / max(len(mine), len(theirs))
-    if agreement < LEAST_OVERLAP:
-        example = (
-            f": token {different[0]} is {mine[different[0]]!r} there and {theirs[different[0]]!r} here" if different else ""
-        )
-        raise LoadError(
-            f"the drafter {model.name} cannot draft for {target.name}: only {agreement:.0%} of the token ids mean the same{example}; "
-            "use a drafter with the target's tokenizer"
-        )
-    if different:
-        token = different[0]
-        warnings.warn(
-            f"{len(different)} token ids differ between drafter and target (the first is {token}: {theirs[token]!r} in the drafter, "
-            f"{mine[token]!r} in the target); they are never accepted where they matter, which only costs speed",
-            OutriderWarning,
-            stacklevel=3,
-        )
