@@ -243,6 +243,27 @@ def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[S
     embedding, tied = model.get_input_embeddings(), choose.is_tied(model)
     owners = Owners(model)
     count = pack_experts(model, owners) if arithmetic == torch.float32 and VARIANT != "off" else 0
+    count += pack_linears(model, arithmetic, choices, owners)
+    _widen_embedding(model, embedding, model.get_output_embeddings() if tied else None, arithmetic)
+    for module in model.modules():
+        if arithmetic == torch.float32 and not isinstance(module, (Packed, WideEmbedding)):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.float()
+    return count
+
+
+def pack_linears(
+    model: nn.Module,
+    arithmetic: torch.dtype = torch.float32,
+    choices: Mapping[Shape, Choice] | None = None,
+    owners: Owners | None = None,
+) -> int:
+    """Put what `choose` chose in place of a module's linear layers on the CPU, and nothing else. Returns how many were replaced."""
+    from . import choose
+
+    owners = owners or Owners(model)
+    count = 0
     shapes = choose.shapes(model, arithmetic)
     built: dict[nn.Module, nn.Module] = {}  # a layer may stand in several places
     for parent, name, layer in list(choose.linears(model)):
@@ -257,12 +278,6 @@ def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[S
             count += module is not layer
             del weight
         setattr(parent, name, built[layer])
-    _widen_embedding(model, embedding, model.get_output_embeddings() if tied else None, arithmetic)
-    for module in model.modules():
-        if arithmetic == torch.float32 and not isinstance(module, (Packed, WideEmbedding)):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.float()
     return count
 
 

@@ -125,7 +125,9 @@ def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether output projection and embeddings are one matrix."""
+    """Whether output projection and embeddings are one matrix; a module that is no language model has neither."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return head is not None and type(head) is nn.Linear and head.weight.data_ptr() == embedding.weight.data_ptr()
 

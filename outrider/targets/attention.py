@@ -7,9 +7,10 @@ attends with that tree's own mask: no padded rows, and the linear layers see one
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Iterator
 
 import torch
 from torch import Tensor
@@ -74,15 +75,24 @@ class KVSlot(Slot):
 
 @dataclass
 class Segment:
-    """One sequence's rows in a pass: `first` to `first + n` on the common axis."""
+    """One sequence's rows in a pass: `first` to `first + n` on the common axis.
+
+    since: the rows are the tree's nodes from this one on; those before are the last `since` rows of the slot. Targets run a tree
+    at once, heads that feed on their own guesses run it level by level.
+    """
 
     slot: KVSlot
     tree: DraftTree
     first: int
+    since: int = 0
     masks: dict[tuple[int | None, torch.device, torch.dtype], Tensor | None] = field(default_factory=dict)
 
+    @property
+    def n(self) -> int:
+        return len(self.tree) - self.since
+
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """What to add to the scores of all columns ``[n, length + n]``, or of the last n ``[n, n]``; None for nothing.
+        """What to add to the scores of all columns ``[n, kept + nodes]``, or of the tree's ``[n, nodes]``; None for nothing.
 
         window: a row sees only keys of positions above its own minus `window`.
         """
@@ -92,16 +102,16 @@ class Segment:
         return self.masks[key]
 
     def _mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        n, length = len(self.tree), self.slot.length
-        reaches_past = window is not None and length + self.tree.depth >= window
-        if n == 1 and not reaches_past:
+        kept = self.slot.length - self.since
+        reaches_past = window is not None and kept + self.tree.depth >= window
+        if len(self.tree) == 1 and not reaches_past:
             return None
-        hidden = ~self.tree.ancestors()
+        hidden = ~self.tree.ancestors()[self.since :]
         if reaches_past and window is not None:
             depths = torch.tensor(self.tree.depths)
-            position = torch.cat([torch.arange(length), length + depths])
-            hidden = torch.cat([torch.zeros(n, length, dtype=torch.bool), hidden], dim=1)
-            hidden |= position[None] <= (length + depths)[:, None] - window
+            position = torch.cat([torch.arange(kept), kept + depths])
+            hidden = torch.cat([torch.zeros(self.n, kept, dtype=torch.bool), hidden], dim=1)
+            hidden |= position[None] <= (kept + depths)[self.since :, None] - window
         return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf).to(like.device)
 
 
@@ -120,6 +130,17 @@ class Pass:
 
 CURRENT: ContextVar[Pass] = ContextVar("outrider_pass")
 """The pass in progress. Not every architecture hands extra arguments on to its attention, so it goes around them."""
+
+
+@contextmanager
+def passing(segments: list[Segment]) -> Iterator[Pass]:
+    """Inside, models attend with these rows."""
+    run = Pass(segments)
+    before = CURRENT.set(run)
+    try:
+        yield run
+    finally:
+        CURRENT.reset(before)
 
 
 class PassCache(Cache):
@@ -158,7 +179,7 @@ def attend(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = []
     for segment in run.segments:
-        rows = slice(segment.first, segment.first + len(segment.tree))
+        rows = slice(segment.first, segment.first + segment.n)
         keys, values = segment.slot.append(layer, key[0, :, rows], value[0, :, rows])
         mask = segment.mask(sliding_window, query)
         parts.append(_attention(query[0, :, rows], keys, values, mask, scaling, softcap, s_aux))

@@ -18,7 +18,7 @@ from ..errors import LoadError, ParameterError
 from ..kernels.choose import Choice, Shape, choose
 from ..text import Message
 from ..tree import DraftTree
-from .attention import CURRENT, NAME, KVSlot, Pass, PassCache, Segment
+from .attention import NAME, KVSlot, PassCache, Segment, passing
 from .base import LayerKey, Output, Slot, Target
 
 PREFILL_ROWS = 512
@@ -194,25 +194,20 @@ class TransformersTarget(Target):
             segments.append(Segment(slot, tree, first=len(tokens)))
             tokens += tree.tokens
             positions += [slot.length + depth for depth in tree.depths]
-        run = Pass(segments)
         model = self.model if logits else self._decoder
-        running = CURRENT.set(run)
-        try:
-            with _Recorder(self, layers) as recorder:
-                result = model(
-                    input_ids=torch.tensor([tokens], device=self.device),
-                    position_ids=torch.tensor([positions], device=self.device),
-                    cache=PassCache(),
-                    use_cache=True,
-                )
-        finally:
-            CURRENT.reset(running)
+        with passing(segments) as run, _Recorder(self, layers) as recorder:
+            result = model(
+                input_ids=torch.tensor([tokens], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                cache=PassCache(),
+                use_cache=True,
+            )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that the time of the pass is the time of the pass
         self._last_pass = run
         outputs = []
         for segment in segments:
-            rows = slice(segment.first, segment.first + len(segment.tree))
+            rows = slice(segment.first, segment.first + segment.n)
             hidden = {key: states[rows] for key, states in recorder.states.items()}
             row_logits = result.logits[0, rows, : self.vocab_size] if logits else None
             outputs.append(Output(row_logits, hidden, start=segment.slot.length))
