@@ -20,6 +20,7 @@ from ..check import measure_rows, text_tokens
 from ..errors import ParameterError
 from ..kernels import PANEL, Packed, WideEmbedding
 from ..kernels.choose import OneDNNLinear, last_cache
+from ..kernels.fused import GatedMLP
 from ..targets.base import Slot, Target
 from ..targets.transformers import TransformersTarget
 from ..tree import DraftTree
@@ -154,6 +155,9 @@ class _Counter:
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         if isinstance(module, Packed):
             self._matrix(module.panels.data_ptr(), module.n * module.k, module.panels.itemsize, first)
+        elif isinstance(module, GatedMLP):
+            for half in (module.gate, module.up):
+                self._matrix(half.panels.data_ptr(), half.n * half.k, half.panels.itemsize, first)
         elif isinstance(module, OneDNNLinear):
             self._matrix(id(module), module.in_features * module.out_features, module.opaque_bytes, first, module)
         elif isinstance(module, (nn.Embedding, WideEmbedding)):

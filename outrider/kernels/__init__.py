@@ -93,12 +93,16 @@ class Packed(nn.Module):
             place = place % (PANEL // 2) * 2 + place // (PANEL // 2)
         return self.panels[flat // PANEL, :, place].float().view(*index.shape, self.k)
 
+    def check(self, x: Tensor) -> None:
+        """Raise RuntimeError unless x and the panels are where, and of the type, that the extension is told."""
+        if not (x.is_cpu and self.panels.is_cpu and self.panels.dtype == self.dtype and x.dtype == torch.float32):
+            raise RuntimeError("a packed model stays on the CPU and keeps the type of its weights")
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ W.T + bias``: x ``[..., K]`` float32, result ``[..., N]`` float32."""
         assert _skinny is not None
         panels, n, k = self.panels, self.n, self.k
-        if not (x.is_cpu and panels.is_cpu and panels.dtype == self.dtype):
-            raise RuntimeError("a packed model stays on the CPU and keeps the type of its weights")
+        self.check(x)
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], n)
         _skinny.linear(
@@ -239,6 +243,7 @@ def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[S
     """
     from . import choose
     from .experts import pack_experts
+    from .fused import fuse
 
     embedding, tied = model.get_input_embeddings(), choose.is_tied(model)
     owners = Owners(model)
@@ -250,6 +255,8 @@ def pack(model: Any, arithmetic: torch.dtype = torch.float32, choices: Mapping[S
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.float()
+    if arithmetic == torch.float32 and VARIANT != "off":
+        fuse(model)
     return count
 
 

@@ -17,6 +17,7 @@
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { PANEL = 32, HALF = PANEL / 2, MOST_ROWS = 48, DEPTH = 256, AHEAD = 128 }; /* of the matrix product */
 enum { ATTEND_ROWS = 12 }; /* of attention */
+enum { SILU = 0, GELU_TANH = 1 }; /* of a gated MLP */
 
 struct linear {
     const float *x;
@@ -74,15 +75,17 @@ static const struct {
     const char *name;
     void (*linear)(const struct linear *, long panel);
     void (*attend)(const struct attention *, long kv_head, long first, long rows, float *scores);
+    void (*gated)(const struct linear *, const void *up, int activation, long panel);
+    void (*norm)(const float *x, const float *weight, float *out, long size, float epsilon);
 } variants[] = {
 #if defined(__x86_64__)
-    {"avx512", linear_avx512, attend_avx512},
-    {"avx2", linear_avx2, attend_avx2},
+    {"avx512", linear_avx512, attend_avx512, gated_avx512, norm_avx512},
+    {"avx2", linear_avx2, attend_avx2, gated_avx2, norm_avx2},
 #endif
 #if defined(__aarch64__)
-    {"neon", linear_portable, attend_portable},
+    {"neon", linear_portable, attend_portable, gated_portable, norm_portable},
 #else
-    {"portable", linear_portable, attend_portable},
+    {"portable", linear_portable, attend_portable, gated_portable, norm_portable},
 #endif
 };
 enum { VARIANTS = sizeof variants / sizeof variants[0] };
@@ -131,6 +134,40 @@ static PyObject *linear(PyObject *self, PyObject *args)
     for (long panel = 0; panel < panels; panel++)
         variants[which].linear(&p, panel);
     Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *gated(PyObject *self, PyObject *args)
+{
+    unsigned long long x, gate, up, out;
+    long M, N, K;
+    int type, activation, which, threads;
+    if (!PyArg_ParseTuple(args, "KKKKllliiii", &x, &gate, &up, &out, &M, &N, &K, &type, &activation, &which, &threads))
+        return NULL;
+    if (which < 0 || which >= VARIANTS || !usable(which))
+        return PyErr_Format(PyExc_ValueError, "variant %d cannot run on this processor", which);
+    struct linear p = {(const float *)(uintptr_t)x, (const void *)(uintptr_t)gate, NULL, (float *)(uintptr_t)out, M, N, K, type};
+    long panels = (N + PANEL - 1) / PANEL;
+    Py_BEGIN_ALLOW_THREADS
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && panels > 1)
+    for (long panel = 0; panel < panels; panel++)
+        variants[which].gated(&p, (const void *)(uintptr_t)up, activation, panel);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm(PyObject *self, PyObject *args)
+{
+    unsigned long long x, weight, out;
+    long M, N;
+    float epsilon;
+    int which;
+    if (!PyArg_ParseTuple(args, "KKKllfi", &x, &weight, &out, &M, &N, &epsilon, &which))
+        return NULL;
+    if (which < 0 || which >= VARIANTS || !usable(which))
+        return PyErr_Format(PyExc_ValueError, "variant %d cannot run on this processor", which);
+    for (long row = 0; row < M; row++)
+        variants[which].norm((const float *)(uintptr_t)x + row * N, (const float *)(uintptr_t)weight, (float *)(uintptr_t)out + row * N, N, epsilon);
     Py_RETURN_NONE;
 }
 
@@ -226,6 +263,8 @@ static PyObject *release(PyObject *self, PyObject *args)
 static PyMethodDef methods[] = {
     {"variants", list_variants, METH_NOARGS, "Name and number of the variants that this processor can run, best first."},
     {"linear", linear, METH_VARARGS, "linear(x, weights, bias, out, M, N, K, type, variant, threads): addresses and sizes."},
+    {"gated", gated, METH_VARARGS, "gated(x, gate, up, out, M, N, K, type, activation, variant, threads): addresses and sizes."},
+    {"norm", norm, METH_VARARGS, "norm(x, weight, out, M, N, epsilon, variant): addresses and sizes."},
     {"attend", attend, METH_VARARGS, "attention of a few rows of one sequence: addresses, sizes and strides of struct attention"},
     {"pack", pack, METH_VARARGS, "pack(weights, packed, N, K, element_size, threads)"},
     {"release", release, METH_VARARGS, "release(address, bytes): the contents are lost"},

@@ -100,19 +100,24 @@ VARIANT(panel)(const float *x, long stride, const void *weights, long panel, lon
     }
 }
 
+TARGET static void
+VARIANT(any)(const float *x, long stride, const void *weights, long panel, long K, float *tile, long rows, int type)
+{
+    if (type == BFLOAT16)
+        VARIANT(panel)(x, stride, weights, panel, K, tile, rows, BFLOAT16);
+    else if (type == FLOAT16)
+        VARIANT(panel)(x, stride, weights, panel, K, tile, rows, FLOAT16);
+    else
+        VARIANT(panel)(x, stride, weights, panel, K, tile, rows, FLOAT32);
+}
+
 TARGET static void VARIANT(linear)(const struct linear *p, long panel)
 {
     float tile[MOST_ROWS * PANEL] __attribute__((aligned(64)));
     long columns = p->N - panel * PANEL < PANEL ? p->N - panel * PANEL : PANEL;
     for (long first = 0; first < p->M; first += MOST_ROWS) {
         long rows = p->M - first < MOST_ROWS ? p->M - first : MOST_ROWS;
-        const float *x = p->x + first * p->K;
-        if (p->type == BFLOAT16)
-            VARIANT(panel)(x, p->K, p->weights, panel, p->K, tile, rows, BFLOAT16);
-        else if (p->type == FLOAT16)
-            VARIANT(panel)(x, p->K, p->weights, panel, p->K, tile, rows, FLOAT16);
-        else
-            VARIANT(panel)(x, p->K, p->weights, panel, p->K, tile, rows, FLOAT32);
+        VARIANT(any)(p->x + first * p->K, p->K, p->weights, panel, p->K, tile, rows, p->type);
         for (long r = 0; r < rows; r++) {
             float *out = p->out + (first + r) * p->N + panel * PANEL;
             for (long c = 0; c < columns; c++)
@@ -122,6 +127,7 @@ TARGET static void VARIANT(linear)(const struct linear *p, long panel)
 }
 
 #include "_attend.h"
+#include "_steps.h"
 
 #undef VARIANT
 #undef W
