@@ -18,7 +18,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from outrider.drafters import Drafter
+from outrider.drafters import Ask, Drafter
 from outrider.drafters.lookup import IndexState, LookupDrafter
 from outrider.drafters.suffix import SuffixDrafter, SuffixOptions, SuffixState
 from outrider.sampling import Sampler, SamplingParams
@@ -73,13 +73,13 @@ def measure(drafter: Drafter, text: list[int], size: int) -> dict[str, float]:
     build = time.perf_counter() - began
 
     live = list(tokens)
-    drafter.propose([(state, live, DRAFT)])  # the new list is compared once
+    drafter.propose([Ask(state, live, DRAFT)])  # the new list is compared once
     times, proposed = [], 0
     rng = random.Random(1)
     for _ in range(ROUNDS):
         live += text[len(live) : len(live) + rng.randint(1, 2)]
         began = time.perf_counter()
-        (tree,) = drafter.propose([(state, live, DRAFT)])
+        (tree,) = drafter.propose([Ask(state, live, DRAFT)])
         times.append(time.perf_counter() - began)
         proposed += len(tree) - 1
     times.sort()

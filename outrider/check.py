@@ -15,7 +15,7 @@ from typing import Any, Iterator, Sequence
 from . import kernels
 from .decode import Sequence as Decoding
 from .decode import close_sequence, open_sequence
-from .drafters import Drafter
+from .drafters import Ask, Drafter
 from .drafters.model import ModelDrafter
 from .drafters.vocabulary import Translated, compare
 from .errors import PromptError
@@ -157,7 +157,7 @@ def _measure_draft(
     times, proposed = [], []
 
     def one() -> None:
-        (tree,) = drafter.propose([(sequence.state, sequence.tokens, Budget(k, k))])
+        (tree,) = drafter.propose([Ask(sequence.state, sequence.tokens, Budget(k, k), sequence.slot)])
         proposed.append(len(tree) - 1)
 
     for _ in range(repeats + 1):

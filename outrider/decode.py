@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import accept, relaxed
-from .drafters.base import Drafter, State
+from .drafters.base import Ask, Drafter, State
 from .errors import DraftError, LogitsError, ParameterError, PromptError
 from .sampling import Sampler, SamplingParams
 from .targets.base import Output, Slot, Target
@@ -323,7 +323,7 @@ def _propose(drafter: Drafter, active: Many[Sequence], budgets: Many[Budget], vo
     trees = [DraftTree.chain(s.tokens[-1]) for s in active]
     asked = [i for i, budget in enumerate(budgets) if budget.nodes > 0]
     if asked:
-        proposed = drafter.propose([(active[i].state, active[i].tokens, budgets[i]) for i in asked])
+        proposed = drafter.propose([Ask(active[i].state, active[i].tokens, budgets[i], active[i].slot) for i in asked])
         if len(proposed) != len(asked):
             raise DraftError(f"the drafter {drafter.name!r} returned {len(proposed)} trees for {len(asked)} sequences")
         for i, tree in zip(asked, proposed):

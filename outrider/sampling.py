@@ -15,7 +15,7 @@ import math
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -133,10 +133,6 @@ class Stream:
     def uniform(self) -> float:
         return float(self._generator.random())
 
-    def exponentials(self, n: int) -> Tensor:
-        """`n` independent standard exponential variables, float64."""
-        return torch.from_numpy(self._generator.standard_exponential(n))
-
 
 class Draws:
     """Every random decision of the accept rules; a test replaces it to branch on each outcome."""
@@ -159,12 +155,34 @@ class Draws:
 
 def inverse_cdf(w: Tensor, u: float) -> int:
     """The index at quantile `u` in [0, 1) of the law proportional to ``w`` ``[V]``; never one of weight 0."""
+    return without_replacement(w, lambda: u, 1)[0]
+
+
+def without_replacement(w: Tensor, uniform: Callable[[], float], k: int) -> list[int]:
+    """Up to k distinct indices of ``w`` ``[V]``, each drawn in proportion to w among those not yet drawn; never one of weight 0.
+
+    uniform: gives the quantile, in [0, 1), of each draw.
+    """
     support = w.nonzero()[:, 0]
-    if len(support) == 1:
-        return int(support[0])
+    if k == 1 and len(support) == 1:
+        return [int(support[0])]
     cumulative = w[support].to("cpu", torch.float64).cumsum(0)
-    at = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
-    return int(support[min(at, len(support) - 1)])
+    total = left = float(cumulative[-1])
+    taken: list[tuple[int, float, float]] = []  # place in the support, where its interval begins and ends
+    order = []
+    for _ in range(min(k, len(support))):
+        x = uniform() * left
+        for _, start, end in sorted(taken):  # x counts what is left; on the whole axis it lies beyond what was taken below it
+            x = max(x + end - start, end) if x >= start else x
+        at = int(torch.searchsorted(cumulative, x, right=True)) if x < total else len(support)
+        places = {place for place, _, _ in taken}
+        while at >= len(support) or at in places:  # rounding at the upper end
+            at -= 1
+        start, end = float(cumulative[at - 1]) if at else 0.0, float(cumulative[at])
+        taken.append((at, start, end))
+        left = max(left - (end - start), 0.0)
+        order.append(int(support[at]))
+    return order
 
 
 _MASK = (1 << 64) - 1
@@ -198,6 +216,18 @@ def exponential_noise(seed: int, choice: int, position: int, tokens: Tensor) -> 
     x = x ^ shifted(x, 31)
     uniform = (shifted(x, 12).to(torch.float64) + 0.5) * 2.0**-52  # in (0, 1), without rounding
     return -uniform.log()
+
+
+class Drawn(NamedTuple):
+    """Children for one node of a draft tree, as `Sampler.draw` gives them.
+
+    tokens: distinct, in drawing order. q: the law ``[V]`` that they were drawn from, or None for a point mass. chances: the
+    probability of each token under the drafter's own logits, before any processing.
+    """
+
+    tokens: list[int]
+    q: Tensor | None
+    chances: list[float]
 
 
 class Sampler:
@@ -254,36 +284,43 @@ class Sampler:
         paths = [tree.path_tokens(i) for i in range(len(tree))] if self._penalised else None
         return self._law(logits, paths, tree.depths)
 
-    def draw(self, logits: Tensor, path: Sequence[int], k: int = 1, greedy: bool = False) -> tuple[list[int], Tensor | None]:
-        """Up to k distinct children for the node that `path` (drafted tokens after the anchor) leads to, and their law.
+    def draw(
+        self, logits: Tensor, paths: Sequence[Sequence[int]], k: int | Sequence[int] = 1, greedy: bool = False
+    ) -> list[Drawn]:
+        """Up to k distinct children for each of n nodes of a draft tree, with their law.
 
-        logits: the drafter's, ``[V]`` or shorter (a smaller vocabulary proposes nothing beyond its own).
-        Returns tokens in drawing order, with q ``[V]`` where they were drawn from it, or None where they are a point mass:
-        at temperature 0, under `coupled`, or when `greedy` asks for the most likely tokens. No tokens come from logits
-        that are no distribution.
+        logits: the drafter's, ``[n, V]`` or narrower (a smaller vocabulary proposes nothing beyond its own).
+        paths: for each node the drafted tokens after the anchor that lead to it. k: one number, or one for each node.
+        The children are drawn from q without replacement, in that order. They are a point mass, with q None, at temperature
+        0, under `coupled`, and when `greedy` asks for the most likely tokens. From logits that are no distribution, and where
+        k is 0, comes nothing. All nodes together cost a constant number of transfers to the host.
         """
-        row = logits[None, : self.vocab_size]
-        if row.shape[1] < self.vocab_size:
-            row = torch.nn.functional.pad(row, (0, self.vocab_size - row.shape[1]), value=-math.inf)
-        if not math.isfinite(float(row.max())):
-            return [], None
+        counts = [k] * len(paths) if isinstance(k, int) else list(k)
+        rows = logits[:, : self.vocab_size]
+        if rows.shape[1] < self.vocab_size:
+            rows = torch.nn.functional.pad(rows, (0, self.vocab_size - rows.shape[1]), value=-math.inf)
+        scores = self._processed(rows, paths, [len(path) for path in paths])
+        best = scores.max(dim=-1).values
+        sound = (torch.isfinite(rows.max(dim=-1).values) & torch.isfinite(best)).tolist()
+        counts = [count if ok else 0 for count, ok in zip(counts, sound)]
+        q: Tensor | None = None
         if self.greedy or greedy:
-            scores = self._processed(row, [path], [len(path)])[0]
-            keep = _largest(scores[None], torch.tensor([k], device=scores.device))[0] & (scores > -math.inf)
-            tokens = keep.nonzero()[:, 0]
-            order = scores[tokens].sort(descending=True, stable=True).indices
-            return tokens[order].tolist(), None
-        try:
-            q = self._law(row, [path], [len(path)])[0]
-        except LogitsError:  # nothing is left of the drafter's vocabulary
-            return [], None
+            tokens = _best(scores, counts)
+        else:
+            q = self._softmax(scores, best).cpu()  # one transfer, for all draws
+            tokens = [self._drawn(row, len(path), count) for row, path, count in zip(q, paths, counts)]
+        keep_q = q is not None and self.rule != "coupled"
+        return [
+            Drawn(mine, q[i] if keep_q and mine else None, chances)  # type: ignore[index]
+            for i, (mine, chances) in enumerate(zip(tokens, _chances(rows, tokens)))
+        ]
+
+    def _drawn(self, q: Tensor, depth: int, k: int) -> list[int]:
+        if k == 0:
+            return []
         if self.rule == "coupled":
-            return self.coupled(q, len(path), k), None
-        if k == 1:
-            return [inverse_cdf(q, self.draft_stream.uniform())], q
-        support = q.nonzero()[:, 0]
-        race = self.draft_stream.exponentials(len(support)) / q[support].to("cpu", torch.float64)
-        return support[race.argsort(stable=True)[:k].to(support.device)].tolist(), q
+            return self.coupled(q, depth, k)
+        return without_replacement(q, self.draft_stream.uniform, k)
 
     def coupled(self, w: Tensor, depth: int, k: int = 1) -> list[int]:
         """Up to k first tokens of the race between law ``w`` ``[V]`` and the noise, `depth` tokens after the anchor."""
@@ -317,6 +354,10 @@ class Sampler:
             )
         if self.greedy:
             return torch.zeros_like(x).scatter_(1, token[:, None], 1.0)
+        return self._softmax(x, best)
+
+    def _softmax(self, x: Tensor, best: Tensor) -> Tensor:
+        """Probabilities ``[n, V]`` at the temperature, filtered; x: processed logits, best: the largest of each row."""
         temperature = min(max(self.params.temperature, 1e-30), 1e30)  # beyond float32 the quotients would be NaN
         return self._filtered((x - best[:, None]) / temperature).softmax(dim=-1)
 
@@ -382,6 +423,36 @@ def _largest(x: Tensor, count: Tensor) -> Tensor:
     equal = x == least
     room = count[:, None] - above.sum(dim=-1, keepdim=True)
     return above | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def _best(x: Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """The ``counts[i]`` largest entries above -inf of each row of x ``[n, V]``, largest first, of equal ones the lowest ids."""
+    most = max(counts, default=0)
+    if most == 0:
+        return [[] for _ in counts]
+    if most == 1:
+        ids = x.max(dim=-1).indices.tolist()  # the first of equals
+        return [[token] * count for token, count in zip(ids, counts)]
+    top = x.topk(min(most + 1, x.shape[1]), dim=-1)
+    found = []
+    for row, count, values, ids in zip(x, counts, top.values.tolist(), top.indices.tolist()):
+        if 0 < count < len(ids) and values[count - 1] == values[count] > -math.inf:  # topk takes any of equal ones
+            ids = _largest(row[None], torch.tensor([count], device=x.device))[0].nonzero()[:, 0].tolist()
+            values = row[ids].tolist()
+        ranked = sorted((-value, token) for value, token in zip(values, ids) if value > -math.inf)
+        found.append([token for _, token in ranked[:count]])
+    return found
+
+
+def _chances(logits: Tensor, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+    """softmax(logits) ``[n, V]`` at some tokens of each row. One transfer."""
+    entries = [(row, token) for row, mine in enumerate(tokens) for token in mine]
+    if not entries:
+        return [[] for _ in tokens]
+    rows, columns = torch.tensor(entries, device=logits.device).T
+    raw = logits if logits.dtype == torch.float64 else logits.float()
+    values = iter((raw[rows, columns] - raw.logsumexp(dim=-1)[rows]).exp().tolist())
+    return [[next(values) for _ in mine] for mine in tokens]
 
 
 def _nucleus(x: Tensor, top_p: float, top_k: int) -> Tensor:

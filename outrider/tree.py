@@ -8,13 +8,14 @@ in the order in which they were drawn.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Sequence
+from functools import cached_property, lru_cache
+from typing import Collection, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import DraftError
+from .errors import DraftError, ParameterError
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,3 +149,106 @@ class Budget:
     nodes: int
     depth: int
     price: float = 0.0
+
+
+# ---- static shapes -------------------------------------------------------------------------------------------------
+
+RankPath = tuple[int, ...]
+"""A node of a static tree by the ranks of its ancestors and its own: (0, 2) is the third child of the first child."""
+
+
+def check_shape(paths: Collection[RankPath]) -> None:
+    """Raise ParameterError unless every node of a static shape has its parent, and nothing stands twice."""
+    known = {(), *paths}
+    for path in paths:
+        if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
+            raise ParameterError(f"a path of a static tree holds ranks from 0 on; got {path!r}")
+        if path[:-1] not in known:
+            raise ParameterError(f"the static tree has {path!r}, but not its parent {path[:-1]!r}")
+    if len(known) != len(paths) + 1:
+        raise ParameterError("the static tree has a path twice")
+
+
+def fit_shape(paths: Iterable[RankPath], nodes: int, depth: int) -> tuple[RankPath, ...]:
+    """What of a static shape is kept under a budget: where there are too many, the nodes with the lowest ranks on their path.
+
+    A kept node keeps its ancestors, and its siblings of lower rank.
+    """
+    kept = sorted((path for path in paths if len(path) <= depth), key=lambda path: (sum(path) + len(path), path))
+    return tuple(sorted(kept[:nodes], key=lambda path: (len(path), path)))
+
+
+def expected_tokens(paths: Iterable[RankPath], acceptance: Sequence[float]) -> float:
+    """Tokens that a pass over a static shape emits on average, the bonus token included.
+
+    acceptance: the probability that the child of rank r is the kept one, given that its parent is kept; 0 beyond its end.
+    """
+    total = 1.0
+    for path in paths:
+        kept = 1.0
+        for rank in path:
+            kept *= acceptance[rank] if rank < len(acceptance) else 0.0
+        total += kept
+    return total
+
+
+def optimal_shape(acceptance: tuple[float, ...], nodes: int, depth: int, price: float = 0.0) -> tuple[RankPath, ...]:
+    """The static shape of at most `nodes` nodes and `depth` levels that emits the most tokens (Chen et al. 2024, Sequoia).
+
+    acceptance: as `expected_tokens` has it. price: tokens that each node costs; with one, fewer nodes may be the best.
+    """
+    depth = min(depth, nodes)
+    best, taken = _sequoia(acceptance, _power(nodes), _power(depth))
+
+    def shape(level: int, m: int, above: RankPath) -> Iterator[RankPath]:
+        for rank in range(len(acceptance)):
+            if not (size := int(taken[level, rank, m])):
+                return
+            yield (*above, rank)
+            yield from shape(level - 1, size - 1, (*above, rank))
+            m -= size
+
+    size = int((best[depth, 1 : nodes + 2] - price * np.arange(nodes + 1)).argmax())
+    return tuple(sorted(shape(depth, size, ()), key=lambda path: (len(path), path)))
+
+
+def _power(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=64)
+def _sequoia(acceptance: tuple[float, ...], nodes: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """The paper's dynamic programme, for every smaller tree too.
+
+    best[l, m]: kept nodes of a subtree of at most l levels below its root and m nodes, root included. taken[l, b, m]: of m nodes
+    for a root's children of rank b and above, how many go to the one of rank b and what is below it; 0: there is no such child.
+    """
+    best = np.zeros((depth + 1, nodes + 2))
+    best[0, 1:] = 1.0
+    taken = np.zeros((depth + 1, len(acceptance), nodes + 1), dtype=np.int64)
+    left = np.arange(nodes + 1)[:, None] - np.arange(1, nodes + 1)  # [m, y]: what y nodes for one child leave of m
+    for level in range(1, depth + 1):
+        rest = np.zeros(nodes + 1)  # kept nodes of the children of the ranks from here on
+        for rank in reversed(range(len(acceptance))):
+            values = np.where(left >= 0, acceptance[rank] * best[level - 1, 1 : nodes + 1] + rest[left], 0.0)
+            rest = values.max(axis=1)
+            taken[level, rank] = np.where(rest > 0, values.argmax(axis=1) + 1, 0)
+        best[level, 1:] = 1.0 + rest
+    return best, taken
+
+
+def fastest_shape(
+    acceptance: tuple[float, ...], draft: float, rows: Sequence[float], depth: int
+) -> tuple[tuple[RankPath, ...], float]:
+    """The static shape with the most tokens a second for measured costs, and its tokens per unit of time.
+
+    draft: what a level of drafting costs. rows: what a pass of the target over 1, 2, ... rows costs (`draft` in the same unit).
+    """
+    best: tuple[tuple[RankPath, ...], float] = ((), 1.0 / rows[0])
+    for levels in range(1, depth + 1):
+        for nodes in range(levels, len(rows)):
+            paths = optimal_shape(acceptance, nodes, levels)
+            rate = expected_tokens(paths, acceptance) / (levels * draft + rows[nodes])
+            if rate > best[1]:
+                best = paths, rate
+    return best

@@ -209,28 +209,38 @@ def outcomes(run: Callable[[Any], Any], source: type[Branch] = Branch) -> Iterat
 # ---- drafts --------------------------------------------------------------------------------------------------------------
 
 
-def drawn_law(sampler: Sampler, logits: torch.Tensor, path: Sequence[int]) -> tuple[list[float], torch.Tensor]:
-    """The law of the one token that ``sampler.draw`` really returns, as its uniform number goes from 0 to 1; and its q."""
-    law, low = [0.0] * sampler.vocab_size, 0.0
-    at = mock.Mock()
-    with mock.patch.object(sampler, "draft_stream", at):
+def drawn_law(
+    sampler: Sampler, logits: torch.Tensor, path: Sequence[int], k: int = 1
+) -> tuple[dict[tuple[int, ...], float], torch.Tensor]:
+    """The law of the tokens that ``sampler.draw`` really returns, as its uniform numbers go from 0 to 1; and its q."""
+    stream = mock.Mock()
+    law: dict[tuple[int, ...], float] = {}
 
-        def token(u: float) -> int:
-            at.uniform.return_value = u
-            return sampler.draw(logits, path)[0][0]
+    def draw(us: Sequence[float]) -> sampling.Drawn:
+        stream.uniform.side_effect = [*us, *[0.5] * k][:k]
+        return sampler.draw(logits[None], [path], k)[0]
 
-        last = token(1 - 2**-53)
-        while (here := token(low)) != last:
-            high, inside = 1.0, low  # the end of this token's interval, by bisection
-            while high - inside > 1e-14:
+    def follow(us: tuple[float, ...], weight: float) -> None:
+        """Split [0, 1) for the number after `us` into the intervals of the tokens that it gives."""
+        place, low = len(us), 0.0
+        first = draw(us)
+        if place == len(first.tokens):
+            law[tuple(first.tokens)] = weight
+            return
+        last = draw((*us, 1 - 2**-53)).tokens[place]
+        while low < 1:
+            here, high, inside = draw((*us, low)).tokens[place], 1.0, low
+            while here != last and high - inside > 1e-14:  # the end of this token's interval, by bisection
                 middle = (inside + high) / 2
-                inside, high = (middle, high) if token(middle) == here else (inside, middle)
-            law[here] += high - low
+                inside, high = (middle, high) if draw((*us, middle)).tokens[place] == here else (inside, middle)
+            follow((*us, (low + high) / 2), weight * (high - low))
             low = high
-        law[last] += 1 - low
-        q = sampler.draw(logits, path)[1]
+
+    with mock.patch.object(sampler, "draft_stream", stream):
+        follow((), 1.0)
+        q = draw(()).q
     require(q is not None, "drawn without a law")
-    return law, q
+    return law, q  # type: ignore[return-value]
 
 
 def without_replacement(q: Sequence[float], k: int) -> Iterator[tuple[float, tuple[int, ...]]]:
@@ -263,14 +273,14 @@ class Drafts:
             logits = self.case.logits(path, side=1)
             how = self.how(path)
             if how != "drawn" or self.case.params.temperature == 0:
-                tokens, q = self.sampler.draw(logits, path, k, greedy=True)
+                ((tokens, q, _),) = self.sampler.draw(logits[None], [path], k, greedy=True)
                 require(q is None and len(set(tokens)) == len(tokens), "chosen tokens are distinct and have no law")
                 found = [(1.0, (*tokens, *tokens[:1] * (how == "double")), None)]
             elif k == 1:
                 law, q = drawn_law(self.sampler, logits, path)
-                found = [(w, (t,), q) for t, w in enumerate(law) if w > 0]
+                found = [(w, tokens, q) for tokens, w in law.items()]
             else:
-                q = self.sampler.draw(logits, path, k)[1]
+                q = self.sampler.draw(logits[None], [path], k)[0].q
                 require(q is not None, "drawn without a law")
                 found = [(w, tokens, q) for w, tokens in without_replacement(q.tolist(), k)]  # type: ignore[union-attr]
             self._memo[path, k] = found
@@ -389,27 +399,17 @@ def check_law(
 # ---- check: draws --------------------------------------------------------------------------------------------------------
 
 
-def check_draw(case: Case, k: int = 1, rounds: int = 40) -> float:
-    """q is the drafter's processed law, and the tokens that `draw` returns are drawn from it: for k = 1 by the exact law of
-    the returned token, for more because the order is that of an exponential race at rates q. Returns the error of q.
+def check_draw(case: Case, k: int = 1) -> float:
+    """q is the drafter's processed law, and the tokens that `draw` returns are drawn from it without replacement. Returns the
+    greatest error of q and of the law of the tokens.
     """
     sampler = case.sampler("rejection")
     worst = 0.0
     for path in ((), (1,), (2, 2)):
-        logits = case.logits(path, side=1)
         expected = case.law(path, side=1)
-        if k == 1:
-            law, q = drawn_law(sampler, logits, path)
-            worst = max(worst, *(abs(a - b) for a, b in zip(law, q.tolist())))
-        stream = mock.Mock()
-        with mock.patch.object(sampler, "draft_stream", stream):
-            for i in range(rounds if k > 1 else 0):
-                noise = torch.distributions.Exponential(1.0).sample((case.vocab,)).double() + i * 1e-9
-                stream.exponentials.side_effect = lambda n, noise=noise: noise[:n]
-                tokens, q = sampler.draw(logits, path, k)
-                support = [t for t, v in enumerate(expected) if v > 0]
-                race = sorted(support, key=lambda t: float(noise[support.index(t)]) / expected[t])
-                require(tokens == race[:k], f"{tokens} drawn, but the race goes {race}")
+        law, q = drawn_law(sampler, case.logits(path, side=1), path, k)
+        wanted = {tokens: weight for weight, tokens in without_replacement(expected, k)}
+        worst = max(worst, *(abs(law.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in law.keys() | wanted.keys()))
         worst = max(worst, *(abs(a - b) for a, b in zip(q.tolist(), expected)))
     require(worst < EXACT, f"draw: the tokens do not follow the law, by {worst:.2e}")
     return worst
@@ -421,7 +421,7 @@ def check_many_draws(k: int, n: int = 6000, seed: int = 3) -> None:
     params = SamplingParams(temperature=1.0, seed=seed)
     sampler = Sampler(params, PROMPT, 4, rule="rejection")
     logits = torch.tensor(q, dtype=torch.float64).log()
-    counts = Counter(tuple(sampler.draw(logits, (), k)[0]) for _ in range(n))
+    counts = Counter(tuple(sampler.draw(logits[None], [()], k)[0].tokens) for _ in range(n))
     check_counts(counts, {tokens: w for w, tokens in without_replacement(q, k)})
 
 
@@ -494,7 +494,7 @@ def check_grid_law(rule: str, p: Sequence[float], q: Sequence[float], length: in
         drafts: list[int] = []
         laws = []
         for _ in range(length):
-            (token,), law = sampler.draw(drafter, drafts)
+            (((token,), law, _),) = sampler.draw(drafter[None], [drafts])
             drafts.append(token)
             laws.append(law)
         tree = DraftTree.chain(PROMPT[-1], drafts, laws)
@@ -575,7 +575,7 @@ def check_rounds(rule: str, n: int = 3, length: int = 2) -> float:
             drafts: list[int] = []
             laws = []
             for _ in range(min(length, n - len(output))):
-                (token,), law = sampler.draw(q, drafts)
+                (((token,), law, _),) = sampler.draw(q[None], [drafts])
                 drafts.append(token)
                 laws.append(law)
             tree = DraftTree.chain(output[-1] if output else case.prompt[-1], drafts, laws)
@@ -618,7 +618,7 @@ def check_processors(params: SamplingParams, seed: int = 0, vocab: int = 11, tol
         path = tree.path_tokens(i)
         expected = reference_law(logits[i].tolist(), params, prompt, (*output, *path), ends)
         worst = max(worst, *(abs(a - b) for a, b in zip(p[i].tolist(), expected)))
-        drafted, q = sampler.draw(logits[i], path)
+        ((drafted, q, _),) = sampler.draw(logits[i : i + 1], [path])
         if params.temperature == 0:
             require(q is None and drafted == [expected.index(1.0)], "a greedy draft is the most likely token")
         else:

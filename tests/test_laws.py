@@ -175,7 +175,7 @@ def test_two_tokens_by_the_real_generators(rule: str) -> None:
             drafts: list[int] = []
             q = []
             for _ in range(2 - len(output)):
-                (token,), law = sampler.draw(case.logits((*output, *drafts), side=1), drafts)
+                (((token,), law, _),) = sampler.draw(case.logits((*output, *drafts), side=1)[None], [drafts])
                 drafts.append(token)
                 q.append(law)
             tree = DraftTree.chain(1, drafts, q)
@@ -326,7 +326,7 @@ def test_coupled_drafts_are_the_targets_when_the_models_agree() -> None:
     sampler = Sampler(case.params, case.prompt, 5, rule="coupled")
     drafts: list[int] = []
     for _ in range(5):
-        tokens, q = sampler.draw(case.logits(drafts, side=1), drafts, k=2)
+        ((tokens, q, _),) = sampler.draw(case.logits(drafts, side=1)[None], [drafts], k=2)
         assert q is None and len(set(tokens)) == 2
         drafts.append(tokens[0])
     tree = DraftTree.chain(case.prompt[-1], drafts)

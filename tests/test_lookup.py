@@ -6,6 +6,7 @@ import pytest
 
 from outrider.decode import Sequence, decode
 from outrider.drafters import make_options
+from outrider.drafters.base import Ask
 from outrider.drafters.lookup import LookupDrafter, LookupOptions
 from outrider.errors import ParameterError
 from outrider.sampling import Sampler, SamplingParams
@@ -18,7 +19,7 @@ def sampler(prompt=(0,)):
 
 
 def draft(drafter, state, tokens, nodes=8, depth=8):
-    (tree,) = drafter.propose([(state, tokens, Budget(nodes, depth))])
+    (tree,) = drafter.propose([Ask(state, tokens, Budget(nodes, depth))])
     assert tree.tokens[0] == tokens[-1] and tree.is_chain and tree.q is None
     return list(tree.tokens[1:])
 
@@ -91,7 +92,7 @@ def test_after_truncate_it_knows_only_what_is_left():
 def test_a_fork_and_other_sequences_keep_their_own_index():
     drafter = LookupDrafter(LookupOptions(max_ngram=2))
     one, other = drafter.open(sampler()), drafter.open(sampler())
-    trees = drafter.propose([(one, [1, 2, 1], Budget(1, 1)), (other, [1, 3, 1], Budget(1, 1))])
+    trees = drafter.propose([Ask(one, [1, 2, 1], Budget(1, 1)), Ask(other, [1, 3, 1], Budget(1, 1))])
     assert [tree.tokens[1:] for tree in trees] == [(2,), (3,)]
     assert draft(drafter, one.fork(sampler()), [1, 4, 1], nodes=1) == [4]
 

@@ -78,17 +78,16 @@ def test_filter_on_q_but_not_on_p(mutate: Mutate, rule: str, params: dict[str, A
 @pytest.mark.parametrize("rule", ("rejection", "block"))
 def test_ratio_with_unfiltered_q(mutate: Mutate, rule: str, params: dict[str, Any]) -> None:
     laws.check_draw(case(**params))
-    drawn = "return [inverse_cdf(q, self.draft_stream.uniform())], q"
-    other = UNFILTERED.format("row", "[path]", "[len(path)]") + "[0]"
-    mutate(Sampler, "draw", drawn, drawn[:-1] + other)
+    other = UNFILTERED.format("rows", "paths", "[len(path) for path in paths]")
+    mutate(Sampler, "draw", "Drawn(mine, q[i] if", f"Drawn(mine, {other}[i] if")
     caught(check_laws, rule, (1, 1), **params)
     caught(laws.check_draw, case(**params))
 
 
 @pytest.mark.parametrize("rule", ("rejection", "block"))
 def test_draft_from_unfiltered_q(mutate: Mutate, rule: str) -> None:
-    other = UNFILTERED.format("row", "[path]", "[len(path)]") + "[0]"
-    mutate(Sampler, "draw", "inverse_cdf(q, self", f"inverse_cdf({other}, self")
+    other = UNFILTERED.format("rows", "paths", "[len(path) for path in paths]")
+    mutate(Sampler, "draw", "in zip(q, paths, counts)", f"in zip({other}, paths, counts)")
     caught(laws.check_draw, case(top_k=2))
     if rule == "block":  # under rejection a token with q = 0 is as good as none, and given the others the draft follows q
         caught(check_laws, rule, (1, 1), top_k=2)
@@ -98,9 +97,22 @@ def test_draft_from_unfiltered_q(mutate: Mutate, rule: str) -> None:
 def test_siblings_from_another_law(mutate: Mutate, k: int) -> None:
     torch.manual_seed(1)
     laws.check_draw(case(), k)
-    mutate(Sampler, "draw", "/ q[support].to", "/ q[support].sqrt().to")
+    mutate(Sampler, "_drawn", "without_replacement(q, ", "without_replacement(q.sqrt(), ")
     caught(laws.check_draw, case(), k)
     caught(laws.check_many_draws, k)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x = max(x + end - start, end) if x >= start else x", "pass"),
+        ("left = max(left - (end - start), 0.0)", "pass"),
+        ("uniform() * left", "uniform() * total"),
+    ],
+)
+def test_siblings_as_if_nothing_was_taken(mutate: Mutate, old: str, new: str) -> None:
+    mutate(sampling, "without_replacement", old, new)
+    caught(laws.check_draw, case(), 2)
 
 
 # ---- 3. the residual replaced by p ---------------------------------------------------------------------------------------
@@ -152,7 +164,12 @@ def test_u_zero_accepts_probability_zero(mutate: Mutate, rule: str) -> None:
 @pytest.mark.parametrize("rule", ("rejection", "block"))
 def test_u_zero_draws_probability_zero(mutate: Mutate, rule: str) -> None:
     mutate(
-        sampling, "inverse_cdf", "support = w.nonzero()[:, 0]", "support = torch.arange(len(w))", "right=True", "right=False"
+        sampling,
+        "without_replacement",
+        "support = w.nonzero()[:, 0]",
+        "support = torch.arange(len(w))",
+        "right=True",
+        "right=False",
     )
     caught(laws.check_zero_uniform, rule)
 
@@ -224,7 +241,8 @@ def test_streams_forget_the_choice(mutate: Mutate) -> None:
 
 
 def test_position_keyed_noise(mutate: Mutate) -> None:
-    mutate(Sampler, "draw", "self.draft_stream.uniform()", "self.draft_stream.keyed(self.position + 1 + len(path))")
+    keyed = "lambda: self.draft_stream.keyed(self.position + 1 + depth)"
+    mutate(Sampler, "_drawn", "self.draft_stream.uniform", keyed)
     caught(laws.check_rounds, "block")
     laws.check_rounds("rejection")  # there a refusal depends on earlier tokens alone, so keyed drafts do no harm
 
@@ -271,7 +289,7 @@ def test_faults_in_a_rule(mutate: Mutate, name: str, old: str, new: str, shape: 
         ("_filtered", "params.top_k, device", "params.top_k + 1, device", {"top_k": 3}),
         ("probabilities", "tree.path_tokens(i)", "()", {"presence_penalty": 1.0}),
         ("commit", "self.emitted += len(tokens)", "self.emitted += 0", {"min_tokens": 4}),
-        ("_law", "(x - best[:, None]) / temperature", "x - best[:, None]", {"temperature": 0.5}),
+        ("_softmax", "(x - best[:, None]) / temperature", "x - best[:, None]", {"temperature": 0.5}),
     ],
 )
 def test_faults_in_the_processors(mutate: Mutate, name: str, old: str, new: str, params: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from outrider.decode import Sequence, decode
 from outrider.drafters import NoDrafter, make_options
+from outrider.drafters.base import Ask
 from outrider.drafters.prediction import LOST, PredictionDrafter, PredictionOptions
 from outrider.errors import ParameterError
 from outrider.sampling import Sampler, SamplingParams
@@ -35,7 +36,7 @@ def sampler(expected=EXPECTED, prompt=PROMPT, tokenizer=Numbers()):
 def drafted(state, output, nodes=4, depth=99, price=0.0, least=0.0):
     drafter = PredictionDrafter(PredictionOptions(min_probability=least))
     tokens = [*PROMPT, *output]
-    (tree,) = drafter.propose([(state, tokens, Budget(nodes, depth, price))])
+    (tree,) = drafter.propose([Ask(state, tokens, Budget(nodes, depth, price))])
     assert tree.tokens[0] == tokens[-1] and tree.is_chain and tree.q is None and len(tree.score) == len(tree)
     return list(tree.tokens[1:])
 
@@ -130,7 +131,7 @@ def test_keeps_to_the_budget_and_the_price():
     assert 1 <= len(few) < 30 and few == drafted(state, [100, 101], nodes=30, least=0.4)
     assert len(drafted(state, EXPECTED[:20], nodes=30, price=0.4)) > len(few)  # long agreement is trusted
     drafter = PredictionDrafter(PredictionOptions(max_length=3))
-    (tree,) = drafter.propose([(drafter.open(sampler()), PROMPT, Budget(9, 9))])
+    (tree,) = drafter.propose([Ask(drafter.open(sampler()), PROMPT, Budget(9, 9))])
     assert len(tree) == 4
 
 
@@ -150,7 +151,7 @@ def test_after_truncate_it_stands_where_the_tokens_say():
 def test_sequences_forks_and_turns_have_their_own_prediction():
     drafter = PredictionDrafter()
     one, other = drafter.open(sampler([1, 2])), drafter.open(sampler([3, 4]))
-    trees = drafter.propose([(one, PROMPT, Budget(1, 1)), (other, PROMPT, Budget(1, 1))])
+    trees = drafter.propose([Ask(one, PROMPT, Budget(1, 1)), Ask(other, PROMPT, Budget(1, 1))])
     assert [tree.tokens[1:] for tree in trees] == [(1,), (3,)]
     assert drafted(one.fork(sampler([5, 6])), []) == [5, 6]
     one.sampler = sampler([7, 8])
@@ -163,7 +164,7 @@ def test_the_text_may_come_from_the_options(tmp_path):
     for values in ({"text": "4 5 6"}, {"file": str(path)}):
         drafter = PredictionDrafter(make_options(PredictionOptions, values, "prediction"))
         for expected, first in ((None, 4), ([1, 2], 1)):  # a request's own goes first
-            (tree,) = drafter.propose([(drafter.open(sampler(expected)), PROMPT, Budget(1, 1))])
+            (tree,) = drafter.propose([Ask(drafter.open(sampler(expected)), PROMPT, Budget(1, 1))])
             assert tree.tokens[1:] == (first,)
 
 

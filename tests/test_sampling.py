@@ -14,7 +14,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from outrider.errors import LogitsError, ParameterError
-from outrider.sampling import Draws, Sampler, SamplingParams, Stream, _largest, _nucleus
+from outrider.sampling import Draws, Sampler, SamplingParams, _largest, _nucleus
 from outrider.tree import DraftTree
 
 ROOT = DraftTree.chain(1)
@@ -165,7 +165,7 @@ def test_temperature_zero_ignores_the_seed_and_one_does_not() -> None:
             sampler = Sampler(SamplingParams(temperature=temperature, seed=seed), [1], 50)
             p = sampler.probabilities(logits, tree)
             texts.add(tuple(sampler.draws.categorical(row) for row in p))
-            q = sampler.draw(logits[0], ())[1]
+            q = sampler.draw(logits[:1], [()])[0].q
             assert (q is None) != different
         assert (len(texts) > 10) == different
 
@@ -182,7 +182,9 @@ def test_bad_logits(bad: float, temperature: float) -> None:
     with pytest.raises(LogitsError, match=f"position 4 are {bad}"):
         sampler.probabilities(logits, DraftTree.chain(1, (2, 3)))
     for k in (1, 2):
-        assert sampler.draw(logits[1], (2,), k) == ([], None)
+        first, spoilt, last = sampler.draw(logits, [(), (2,), (2, 3)], k)
+        assert spoilt == ([], None, [])
+        assert len(first.tokens) == len(last.tokens) == k and first.chances == pytest.approx([0.25] * k)
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -191,12 +193,12 @@ def test_everything_masked(temperature: float) -> None:
     sampler = Sampler(SamplingParams(temperature=temperature, min_tokens=1), [1], 4, frozenset((0,)))
     with pytest.raises(LogitsError, match="position 1 are -inf"):
         sampler.probabilities(masked[None], ROOT)
-    assert sampler.draw(masked, ()) == ([], None)
+    assert sampler.draw(masked[None], [()]) == [([], None, [])]
     masked[0] = 1.0  # only the end is left, and min_tokens holds it back
     with pytest.raises(LogitsError):
         sampler.probabilities(masked[None], ROOT)
-    assert sampler.draw(masked, ()) == ([], None)
-    assert sampler.draw(masked, (2,))[0] == [0]
+    assert sampler.draw(masked[None], [()]) == [([], None, [])]
+    assert sampler.draw(masked[None], [(2,)])[0].tokens == [0]
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -218,19 +220,51 @@ def test_draws_from_a_shorter_vocabulary() -> None:
     params = SamplingParams(temperature=1.0, seed=1, logit_bias={8: 100.0}, presence_penalty=0.5)
     sampler = Sampler(params, [9, 1], 10)
     for k in (1, 3, 8):
-        tokens, q = sampler.draw(torch.zeros(6), (2, 9), k)
+        ((tokens, q, _),) = sampler.draw(torch.zeros(1, 6), [(2, 9)], k)
         assert len(tokens) == min(k, 6) == len(set(tokens)) and max(tokens) < 6
         assert q is not None and q.shape == (10,) and q[6:].eq(0).all() and float(q.sum()) == pytest.approx(1)
-    assert max(sampler.draw(torch.arange(14.0), ())[0]) < 10  # and from a longer one, padded with rows that mean nothing
+    assert (
+        max(sampler.draw(torch.arange(14.0)[None], [()])[0].tokens) < 10
+    )  # and from a longer one, padded with rows that mean nothing
     greedy = Sampler(SamplingParams(), [9], 10)
-    assert greedy.draw(torch.tensor([0.0, 2.0, 1.0, 2.0]), (), 9) == ([1, 3, 2, 0], None)
+    assert greedy.draw(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), [()], 9)[0][:2] == ([1, 3, 2, 0], None)
 
 
 def test_greedy_drafts_are_the_most_likely_with_their_own_path() -> None:
     sampler = Sampler(SamplingParams(temperature=1.0, presence_penalty=2.0, top_k=1), [1], 4)
-    logits = torch.tensor([1.0, 3.0, 2.9, 2.8])
-    assert sampler.draw(logits, (), 3, greedy=True) == ([1, 2, 3], None)
-    assert sampler.draw(logits, (1,), 3, greedy=True) == ([2, 3, 0], None)
+    logits = torch.tensor([[1.0, 3.0, 2.9, 2.8]])
+    assert sampler.draw(logits, [()], 3, greedy=True)[0][:2] == ([1, 2, 3], None)
+    assert sampler.draw(logits, [(1,)], 3, greedy=True)[0][:2] == ([2, 3, 0], None)
+    both = sampler.draw(logits.expand(3, -1), [(), (1,), ()], (1, 3, 0), greedy=True)
+    assert [drawn.tokens for drawn in both] == [[1], [2, 3, 0], []]
+    raw = logits[0].softmax(dim=0).tolist()
+    assert [drawn.chances for drawn in both] == [pytest.approx([raw[t] for t in drawn.tokens]) for drawn in both]
+
+
+@pytest.mark.parametrize("k", (1, 2, 3, 5, 7))
+def test_ties_among_the_most_likely_go_to_the_lowest_ids(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randint(0, 4, (20, 40), generator=generator).float()
+    logits[:, 9] = -math.inf
+    drawn = Sampler(SamplingParams(), [1], 40).draw(logits, [()] * 20, k)
+    for row, (tokens, _, _) in zip(logits.tolist(), drawn):
+        assert tokens == sorted(range(40), key=lambda token: (-row[token], token))[:k]
+
+
+def test_several_nodes_are_drawn_as_they_would_be_alone() -> None:
+    """One call draws for every node from its own law, with the numbers that single calls would use."""
+    params = SamplingParams(temperature=0.9, seed=4, top_k=7, presence_penalty=1.5)
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    paths = [(), (3,), (3, 3), (29, 1)]
+    for rule in ("rejection", "coupled"):
+        together, alone = (Sampler(params, [1, 2], 30, rule=rule) for _ in range(2))
+        drawn = together.draw(logits, paths, (3, 1, 0, 4))
+        for row, path, k, found in zip(logits, paths, (3, 1, 0, 4), drawn):
+            ((tokens, q, chances),) = alone.draw(row[None], [path], k)
+            assert (found.tokens, found.chances) == (tokens, pytest.approx(chances)) and len(tokens) == k
+            assert (q is None) == (found.q is None) == (k == 0 or rule == "coupled")
+            assert q is None or torch.allclose(q, found.q, atol=1e-12)
+        assert together.draft_stream.uniform() == alone.draft_stream.uniform()
 
 
 def test_draws_use_their_own_streams() -> None:
@@ -244,7 +278,6 @@ def test_draws_use_their_own_streams() -> None:
         int(np.searchsorted([0.2, 0.5], other.residual_stream.uniform(), "right")) for _ in range(50)
     ]
     assert not any(draws.bernoulli(0.0) for _ in range(1000)) and all(draws.bernoulli(1.0) for _ in range(1000))
-    laws.check_uniform(torch.exp(-Stream(1, 2, 0).exponentials(5000)).tolist())
 
 
 # ---- parameters ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from outrider.decode import Sequence, decode
 from outrider.drafters import NoDrafter, automaton, suffix
 from outrider.drafters.automaton import Automaton
+from outrider.drafters.base import Ask
 from outrider.drafters.suffix import SuffixDrafter, SuffixOptions
 from outrider.errors import ParameterError
 from outrider.sampling import Sampler, SamplingParams
@@ -47,7 +48,7 @@ def sampler(prompt=(0,), prediction=None, tokenizer=None):
 
 
 def draft(drafter, state, tokens, nodes=8, depth=8, price=0.0):
-    (tree,) = drafter.propose([(state, tokens, Budget(nodes, depth, price))])
+    (tree,) = drafter.propose([Ask(state, tokens, Budget(nodes, depth, price))])
     assert tree.tokens[0] == tokens[-1] and tree.q is None
     assert len(tree) <= nodes + 1 and tree.depth <= depth
     assert tree.score is not None and all(0 <= chance <= 1 for chance in tree.score)
@@ -277,7 +278,7 @@ def test_several_states_and_forks_are_as_if_alone():
     texts = [rng.choices(range(4), k=40) for _ in range(4)]
     states = [drafter.open(sampler(text[:20])) for text in texts]
     for n in (20, 25, 40):
-        together = drafter.propose([(s, text[:n], Budget(6, 6)) for s, text in zip(states, texts)])
+        together = drafter.propose([Ask(s, text[:n], Budget(6, 6)) for s, text in zip(states, texts)])
         for tree, text in zip(together, texts):
             alone = draft(drafter, drafter.open(sampler(text[:20])), text[:n], nodes=6)
             assert (tree.tokens, tree.score) == (alone.tokens, alone.score)

@@ -39,11 +39,11 @@ class Sampling(Drafter):
 
     def propose(self, work: Work) -> list[DraftTree]:
         trees = []
-        for state, tokens, budget in work:
+        for state, tokens, budget, _ in work:
             drafts, laws, parents = [tokens[-1]], [], [-1]
             while len(drafts) + self.k <= budget.nodes + 1 and len(laws) < budget.depth:
                 path = [] if not laws else [drafts[i] for i in range(1, len(drafts), self.k)]  # always the first sibling
-                new, q = state.sampler.draw(self.table.logits([*tokens, *path]), path, self.k)
+                ((new, q, _),) = state.sampler.draw(self.table.logits([*tokens, *path])[None], [path], self.k)
                 parent = len(drafts) - self.k if laws else 0
                 laws += [q, *[None] * (self.k - 1)] if laws else [q]
                 drafts += new

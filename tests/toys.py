@@ -132,7 +132,7 @@ class Whatever(Drafter):
 
     def propose(self, work: Any) -> list[DraftTree]:
         self._times += 1
-        return [self._make(tokens, budget, self._times) for _, tokens, budget in work]
+        return [self._make(ask.tokens, ask.budget, self._times) for ask in work]
 
 
 # ---- tiny models -----------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any, Mapping
 
 from ..errors import ParameterError
 from ..targets.base import Target
-from .base import Budget, Drafter, NoDrafter, Options, State
+from .base import Ask, Budget, Drafter, NoDrafter, Options, State
 
-__all__ = ["TABLE", "Budget", "Drafter", "Entry", "NoDrafter", "Options", "State", "load_drafter", "make_options"]
+__all__ = ["TABLE", "Ask", "Budget", "Drafter", "Entry", "NoDrafter", "Options", "State", "load_drafter", "make_options"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ TABLE: dict[str, Entry] = {
         "model:ModelDrafter",
         "a smaller causal language model, with the same vocabulary or another",
         "a model",
-        ("chain",),
+        ("chain", "tree"),
         "speculative decoding (Leviathan et al. 2023, Chen et al. 2023)",
     ),
     "replay": Entry(
@@ -99,10 +99,15 @@ def _convert(name: str, value: Any, wanted: Any) -> Any:
         if origin is bool:
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
         if origin is tuple:
-            return tuple(int(part) for part in value.replace(",", " ").split())
+            return tuple(_item(part, typing.get_args(kind)[0]) for part in value.replace(",", " ").split())
         return origin(value)
     except (KeyError, ValueError, TypeError):
         raise ParameterError(f"option {name} must be {origin.__name__}; got {value!r}") from None
+
+
+def _item(text: str, kind: Any) -> Any:
+    """One item of a list: a number, or several joined by dots."""
+    return tuple(int(part) for part in text.split(".")) if typing.get_origin(kind) is tuple else kind(text)
 
 
 def load_drafter(name: str, target: Target, options: Mapping[str, Any] | None = None, **loading: Any) -> Drafter:

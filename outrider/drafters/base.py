@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Sequence
 
 from ..tree import Budget, DraftTree
 
 if TYPE_CHECKING:
     from ..sampling import Sampler
-    from ..targets.base import LayerKey, Output, Target
+    from ..targets.base import LayerKey, Output, Slot, Target
 
 
 class State:
@@ -41,8 +41,21 @@ class Options:
 
 DrafterOptions = Options  # the name of the class, where a drafter's own `Options` hides it
 
-Work = Sequence[tuple[State, Sequence[int], Budget]]
-"""For each sequence its state, all its tokens (the last is the anchor) and what may be drafted."""
+
+class Ask(NamedTuple):
+    """What the loop asks for one sequence. Read the fields by name: there will be more.
+
+    tokens: all of the sequence; the last is the anchor. budget: what may be drafted. slot: the sequence's place in the target's
+    cache, for drafters that are a part of the target.
+    """
+
+    state: State
+    tokens: Sequence[int]
+    budget: Budget
+    slot: Slot | None = None
+
+
+Work = Sequence[Ask]
 
 
 class Drafter(ABC):
@@ -98,4 +111,4 @@ class NoDrafter(Drafter):
         return State(sampler)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        return [DraftTree.chain(tokens[-1]) for _, tokens, _ in work]
+        return [DraftTree.chain(ask.tokens[-1]) for ask in work]

@@ -112,7 +112,7 @@ class LookupDrafter(Drafter):
         return LookupState(sampler, self.options)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        return [self._draft(state, tokens, budget) for state, tokens, budget in work]
+        return [self._draft(ask.state, ask.tokens, ask.budget) for ask in work]
 
     def _draft(self, state: State, tokens: Sequence[int], budget: Budget) -> DraftTree:
         assert isinstance(state, LookupState)

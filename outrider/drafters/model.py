@@ -1,8 +1,8 @@
 """An independent small model as the drafter (Leviathan et al. 2023, Chen et al. 2023).
 
-It runs behind a Target of its own, on any backend, and drafts one token at a time through the sequence's Sampler, so that q is
-the law each token was really drawn from. Its cache follows the tokens by itself: what differs from them is cropped, what is
-missing is fed.
+It runs behind a Target of its own, on any backend, and drafts level by level through the sequence's Sampler, so that q is the law
+each token was really drawn from. Its cache follows the tokens by itself: what differs from them is cropped, what is missing is
+fed. A cache holds one path, so a tree's branches are run again with each level, from their last common node down.
 """
 
 from __future__ import annotations
@@ -13,32 +13,25 @@ from typing import Any, Sequence
 
 from torch import Tensor
 
-from ..errors import OutriderWarning, ParameterError
+from ..errors import OutriderWarning
 from ..sampling import Sampler
 from ..targets.base import Slot, Target
-from ..tree import Budget, DraftTree
-from .base import Drafter, Options, State, Work
+from ..tree import DraftTree
+from .base import Ask, Drafter, State, Work
+from .growth import Growth, TreeOptions
 from .vocabulary import in_words_of
 
 PREFILL_FROM = 16
 
 
 @dataclass(frozen=True)
-class ModelOptions(Options):
-    """greedy: draft the most likely token instead of drawing one (at temperature 0 it is the same).
-    min_probability: stop before a token whose path would be less likely than this; by default what a draft step costs, as the
-    drafter's share of the target's parameters, at most a half. device, dtype: where and how the drafter
-    runs; by default like the target.
+class ModelOptions(TreeOptions):
+    """min_probability: by default what a draft step costs, as the drafter's share of the target's parameters, at most a half.
+    device, dtype: where and how the drafter runs; by default like the target. The others say how drafts grow: `TreeOptions`.
     """
 
-    greedy: bool = False
-    min_probability: float | None = None
     device: str | None = None
     dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.min_probability is not None and not 0 <= self.min_probability < 1:
-            raise ParameterError(f"option min_probability must be at least 0 and below 1; got {self.min_probability}")
 
 
 class ModelState(State):
@@ -82,14 +75,9 @@ class ModelState(State):
             missing = missing[-1:]
         return missing
 
-    def feed(self, tokens: Sequence[int]) -> None:
-        """Note that a pass over this chain was made; its KV is kept until `catch_up` crops it."""
-        self.model.commit(self.slot, range(len(tokens)))
-        self.fed += tokens
-
 
 class ModelDrafter(Drafter):
-    """Chains from a smaller causal language model, with the target's vocabulary or another."""
+    """Chains and trees from a smaller causal language model, with the target's vocabulary or another."""
 
     name = "model"
     Options = ModelOptions
@@ -100,8 +88,7 @@ class ModelDrafter(Drafter):
         super().__init__(options)
         self.model = model
         self.context_length = model.context_length
-        least = self.options.min_probability
-        self.least = min(cost, 0.5) if least is None else least
+        self.least = min(cost, 0.5)
 
     @classmethod
     def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> ModelDrafter:
@@ -125,48 +112,68 @@ class ModelDrafter(Drafter):
         return ModelState(sampler, self.model)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        drafts = [_Draft(state, tokens, budget) for state, tokens, budget in work]  # type: ignore[arg-type]
-        while active := [draft for draft in drafts if draft.to_feed]:
-            trees = [DraftTree.chain(draft.to_feed[0], draft.to_feed[1:]) for draft in active]
-            outputs = self.model.forward([(draft.state.slot, tree) for draft, tree in zip(active, trees)])
+        drafts = [_Draft(ask, Growth(ask.state.sampler, ask.tokens[-1], ask.budget, self.options, self.least)) for ask in work]
+        while active := [draft for draft in drafts if draft.growth.frontier]:
+            outputs = self.model.forward([(draft.state.slot, draft.rows()) for draft in active])
             for draft, output in zip(active, outputs):
                 assert output.logits is not None
-                draft.advance(output.logits[-1], self.least, self.options.greedy)
-        return [draft.tree() for draft in drafts]
+                draft.advance(output.logits)
+        return [draft.growth.tree() for draft in drafts]
 
 
 class _Draft:
-    """One sequence's chain while it grows."""
+    """One sequence's draft, and what of it the next pass runs: the nodes from `root`, their last common one, to the frontier."""
 
-    def __init__(self, state: ModelState, tokens: Sequence[int], budget: Budget):
-        self.state = state
-        self.anchor = tokens[-1]
-        self.budget = budget
-        self.tokens: list[int] = []
-        self.q: list[Tensor | None] = []
-        self.score: list[float] = []
-        self.likely = 1.0
-        self.to_feed = state.catch_up(tokens)
-        if state.foreign:
-            self.to_feed = []
+    def __init__(self, ask: Ask, growth: Growth):
+        assert isinstance(ask.state, ModelState)
+        self.state = ask.state
+        self.growth = growth
+        self.root = 0
+        self.missing = self.state.catch_up(ask.tokens)[:-1]  # tokens to feed before the root
+        self.row: dict[int, int] = {}
+        if self.state.foreign:
+            growth.frontier = []
 
-    def advance(self, logits: Tensor, least: float, greedy: bool) -> None:
-        """Take note of the pass over `to_feed`; draw the next token from its last row ``[V]``, or stop before that."""
-        self.state.feed(self.to_feed)
-        self.to_feed = []
-        total = logits.logsumexp(0)
-        if self.likely * float((logits.max() - total).exp()) < max(least, self.budget.price):
-            return
-        drawn, q = self.state.sampler.draw(logits, self.tokens, greedy=greedy)
-        if not drawn:
-            return
-        chance = float((logits[drawn[0]] - total).exp())
-        self.tokens += drawn
-        self.q.append(q)
-        self.likely *= chance
-        self.score.append(chance)
-        if len(self.tokens) < min(self.budget.nodes, self.budget.depth) and drawn[0] < self.state.model.vocab_size:
-            self.to_feed = drawn
+    def rows(self) -> DraftTree:
+        """The next pass: the missing tokens, and the nodes from the root to the frontier."""
+        needed = {self.root}
+        for node in self.growth.frontier:
+            while node not in needed:
+                needed.add(node)
+                node = self.growth.parents[node]
+        nodes, before = sorted(needed), len(self.missing)
+        self.row = {node: before + i for i, node in enumerate(nodes)}
+        below = [self.row[self.growth.parents[node]] for node in nodes[1:]]
+        return DraftTree((*self.missing, *(self.growth.tokens[n] for n in nodes)), (*range(-1, before), *below))
 
-    def tree(self) -> DraftTree:
-        return DraftTree.chain(self.anchor, self.tokens, self.q if any(q is not None for q in self.q) else None, self.score)
+    def advance(self, logits: Tensor) -> None:
+        """Grow by a level from the logits ``[n, V]`` of the last pass, and keep the KV of what every later node goes through."""
+        growth, passed = self.growth, self.row
+        at = [passed[node] for node in growth.frontier]
+        growth.extend(logits[at[0] : at[0] + 1] if len(at) == 1 else logits[at])
+        path = self._to_common() if growth.frontier else self._likeliest()
+        self.state.model.commit(self.state.slot, [*range(len(self.missing)), *(passed[node] for node in path)])
+        self.state.fed += [*self.missing, *(growth.tokens[node] for node in path)]
+        self.missing = []
+
+    def _to_common(self) -> list[int]:
+        """Move the root to the last node that the whole frontier has in common; the nodes on the way, without the new root."""
+        parents, nodes = self.growth.parents, set(self.growth.frontier)
+        while len(nodes) > 1:
+            deepest = max(nodes)
+            nodes.remove(deepest)
+            nodes.add(parents[deepest])
+        old, self.root = self.root, nodes.pop()
+        path, node = [], self.root
+        while node != old:
+            node = parents[node]
+            path.append(node)
+        return path[::-1]
+
+    def _likeliest(self) -> list[int]:
+        """The likeliest path of the last pass: its KV may be of use in the next round."""
+        path = [self.root]
+        for node in sorted(self.row, key=lambda node: (-self.growth.likely[node], node)):
+            if self.growth.parents[node] == path[-1] and node != self.root:
+                path.append(node)
+        return path

@@ -132,7 +132,7 @@ class PredictionDrafter(Drafter):
         return PredictionState(sampler, self.options)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        return [self._draft(state, tokens, budget) for state, tokens, budget in work]
+        return [self._draft(ask.state, ask.tokens, ask.budget) for ask in work]
 
     def _draft(self, state: State, tokens: Sequence[int], budget: Budget) -> DraftTree:
         assert isinstance(state, PredictionState)

@@ -44,7 +44,7 @@ class ReplayDrafter(Drafter):
         return ReplayState(sampler)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        return [self._tree(state, tokens, min(budget.nodes, budget.depth)) for state, tokens, budget in work]
+        return [self._tree(ask.state, ask.tokens, min(ask.budget.nodes, ask.budget.depth)) for ask in work]
 
     def _tree(self, state: State, tokens: Sequence[int], length: int) -> DraftTree:
         assert isinstance(state, ReplayState)

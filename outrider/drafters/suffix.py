@@ -145,7 +145,7 @@ class SuffixDrafter(Drafter):
         return SuffixState(sampler)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        return [self._draft(state, tokens, budget) for state, tokens, budget in work]
+        return [self._draft(ask.state, ask.tokens, ask.budget) for ask in work]
 
     def _draft(self, state: State, tokens: Sequence[int], budget: Budget) -> DraftTree:
         """Best first: of all that may follow what is drafted, the likeliest, until none is likely enough."""
