@@ -1,0 +1,262 @@
+"""EAGLE heads: one decoder layer (or a few) of a family that transformers has, between a feature and the output matrix.
+
+EAGLE-1 and 2 (Li et al. 2024) put token embedding and feature through one linear layer and the decoder layer behind it; the feature is
+the input of the target's output matrix, and so is what comes out. EAGLE-3 (Li et al. 2025) fuses three of the target's states
+into a feature, and its attention reads both halves, each normed on its own; what is recycled is the residual stream.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import kernels
+from ..errors import LoadError
+from ..kernels.choose import choose
+from ..targets.attention import NAME, PassCache, Segment, passing
+from ..targets.base import Target
+from .checkpoint import Checkpoint
+from .eagle_formats import Recipe
+from .features import FeatureHead
+
+MOST_PADDING = 1024
+"""Rows that an embedding matrix may have beyond the tokenizer's ids (or 5 % of them, if that is more)."""
+
+
+class EagleHead(FeatureHead):
+    """What both kinds share. Embeddings and output matrix are the target's where the checkpoint has none."""
+
+    draft_ids: Tensor | None  # [Vd]: the target's ids of a reduced vocabulary
+    columns: Tensor | None  # [Vd']: of these, which the target has
+
+    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, target: Target):
+        super().__init__()
+        self.recipe = recipe
+        self.layers = recipe.layers
+        self._target = (target,)  # in a tuple: its modules are not ours
+        self.width = recipe.config.hidden_size
+        self.vocab_size = target.vocab_size
+        self.body = _body(recipe, checkpoint)
+        table = checkpoint.take("embed_tokens.weight", None, self.width, optional=True)
+        self.embed_tokens = None if table is None else nn.Embedding.from_pretrained(table)
+        self.lm_head: nn.Linear | None = None
+        self.norm: nn.Module = nn.Identity()
+        self.register_buffer("draft_ids", None, persistent=False)
+        self.register_buffer("columns", None, persistent=False)
+        if table is not None:
+            self._check_vocabulary(checkpoint, "embed_tokens.weight", len(table))
+
+    @abstractmethod
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        """States ``[n, H]`` of n pairs in their order. how: for the decoder layers, ``cache``, ``attention_mask``."""
+
+    def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
+        with passing(segments):
+            place = torch.tensor(positions, device=features.device)
+            return self.forward(self.embed(tokens), features, place, cache=PassCache(), use_cache=True)
+
+    def layers_of(self, inputs: Tensor, positions: Tensor, how: dict[str, Any]) -> Tensor:
+        """``[n, H]`` through the decoder layers, without a norm behind them."""
+        return self.body(inputs_embeds=inputs[None], position_ids=positions[None], **how).last_hidden_state[0]
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        """``[n, H]``"""
+        (target,) = self._target
+        if self.embed_tokens is None:
+            return target.embed(tokens)
+        return self.embed_tokens(torch.tensor(tokens, device=self.embed_tokens.weight.device)).to(target.dtype)
+
+    def recycle(self, states: Tensor) -> Tensor:
+        return self.norm(states) if self.recipe.norm_output else states
+
+    def logits(self, states: Tensor) -> Tensor:
+        (target,) = self._target
+        states = self.norm(states)
+        logits = target.head(states) if self.lm_head is None else self.lm_head(states)
+        if self.draft_ids is None:
+            return logits[:, : self.vocab_size]
+        every = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        every[:, self.draft_ids] = logits if self.columns is None else logits[:, self.columns]
+        return every
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def _linear(self, checkpoint: Checkpoint, name: str, n: int, k: int, bias: bool) -> nn.Linear:
+        layer = nn.Linear(k, n, bias=bias, device="meta")
+        _fill(layer, checkpoint, lambda part: f"{name}.{part}")
+        return layer
+
+    def _norm(self, checkpoint: Checkpoint, name: str, size: int) -> nn.Module:
+        like = self.body.layers[-1].post_attention_layernorm
+        norm = type(like)(size, eps=self.recipe.config.rms_norm_eps).to("meta")
+        _fill(norm, checkpoint, lambda part: f"{name}.{part}")
+        return norm
+
+    def _check_vocabulary(self, checkpoint: Checkpoint, name: str, size: int) -> None:
+        (target,) = self._target
+        most = target.vocab_size + max(MOST_PADDING, target.vocab_size // 20)
+        if not target.vocab_size <= size <= most:
+            raise LoadError(
+                f"{checkpoint.folder}: tensor {name} is for a vocabulary of {size} tokens, but {target.name} has {target.vocab_size}: the "
+                "head was made for another target"
+            )
+
+    def settle(self) -> None:
+        """Bring the weights to where and how the target computes; on a CPU in the products that are the fastest there."""
+        (target,) = self._target
+        packs = bool(getattr(target, "choices", ()))
+        if packs:
+            kernels.pack_linears(self, target.dtype, choose(self, target.dtype))
+        for name, parameter in self.named_parameters():
+            if not (packs and name.startswith("embed_tokens.")):  # its rows are widened as they are read
+                parameter.data = parameter.data.to(target.device, target.dtype)
+        self.to(target.device)  # the buffers, in their own types: rotary frequencies need all their digits
+        self.eval()
+
+
+class Eagle1Head(EagleHead):
+    """EAGLE-1 and 2: ``fc([embedding, feature])`` is what the layers get; the output matrix reads their result as it is."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, target: Target):
+        super().__init__(recipe, checkpoint, target)
+        if target.hidden_size != self.width:
+            raise LoadError(
+                f"{checkpoint.folder}: the head is {self.width} wide and {target.name} is {target.hidden_size}: it was made for "
+                "another target"
+            )
+        self.fc = self._linear(checkpoint, "fc", self.width, 2 * self.width, recipe.fc_bias)
+        self.body.layers[0].input_layernorm = nn.Identity()
+        _fill(self.body, checkpoint, lambda name: name)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        return self.layers_of(self.fc(torch.cat([embeddings, features], dim=-1)), positions, how)
+
+
+class Joint(nn.Module):
+    """Takes the place of the first layer's input norm: the normed embedding and the normed feature side by side, ``[..., 2H]``."""
+
+    def __init__(self, embedding_norm: nn.Module, feature_norm: nn.Module):
+        super().__init__()
+        self.embedding_norm = embedding_norm
+        self.feature_norm = feature_norm
+        self.embeddings: Tensor  # of the pass in progress
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.cat([self.embedding_norm(self.embeddings), self.feature_norm(features)], dim=-1)
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3: features fused from several of the target's states, and a first layer that attends with embedding and feature."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Checkpoint, target: Target):
+        super().__init__(recipe, checkpoint, target)
+        taken, wide = len(recipe.layers), target.hidden_size
+        self.fc = self._linear(checkpoint, "fc", self.width, taken * wide, recipe.fc_bias)
+        self.norm = self._norm(checkpoint, "norm", self.width)
+        self.input_norm = self._norm(checkpoint, "input_norm", taken * wide) if recipe.input_norm else None
+        norms = [self._norm(checkpoint, f"fc_norm.{i}", wide) for i in range(taken)] if recipe.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
+        self._fill_first(checkpoint)
+        self._fill_vocabulary(checkpoint, target)
+
+    def _fill_first(self, checkpoint: Checkpoint) -> None:
+        """The layers' weights; the first one's attention is twice as wide at its entrance."""
+        first, prefix = self.body.layers[0], self.recipe.prefix
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = getattr(first.self_attn, name)
+            wide = nn.Linear(2 * self.width, plain.out_features, bias=plain.bias is not None, device="meta")
+            setattr(first.self_attn, name, wide)
+        _fill(
+            self.body, checkpoint, lambda name: name.replace("layers.0.", prefix, 1) if name.startswith("layers.0.") else name
+        )
+        hidden_norm = self._norm(checkpoint, f"{prefix}hidden_norm", self.width)
+        self.hidden_norm = hidden_norm if self.recipe.norm_before_residual else nn.Identity()
+        first.input_layernorm = Joint(first.input_layernorm, nn.Identity() if self.recipe.norm_before_residual else hidden_norm)
+
+    def _fill_vocabulary(self, checkpoint: Checkpoint, target: Target) -> None:
+        """Output matrix and reduced vocabulary."""
+        offsets = checkpoint.take("d2t", None, kind="int", optional=True)
+        known = checkpoint.take("t2d", None, kind="bool", optional=True)
+        if known is not None:
+            self._check_vocabulary(checkpoint, "t2d", len(known))
+        if offsets is not None:
+            self._set_vocabulary(checkpoint, offsets, known)
+        if "lm_head.weight" in checkpoint:
+            size = len(offsets) if offsets is not None else None
+            weight = checkpoint.take("lm_head.weight", size, self.width)
+            if offsets is None:
+                self._check_vocabulary(checkpoint, "lm_head.weight", len(weight))
+            self.lm_head = nn.Linear(self.width, len(weight), bias=False, device="meta")
+            self.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        elif offsets is not None:
+            checkpoint.take("lm_head.weight", len(offsets), self.width)  # says that it is missing
+        elif checkpoint.value("tie_word_embeddings", bool, False) and self.embed_tokens is not None:
+            self.lm_head = nn.Linear(self.width, len(self.embed_tokens.weight), bias=False, device="meta")
+            self.lm_head.weight = nn.Parameter(self.embed_tokens.weight, requires_grad=False)
+        elif self.width != target.hidden_size:
+            raise LoadError(
+                f"{checkpoint.folder} has no lm_head.weight, and the head is {self.width} wide, so it cannot use the output matrix of "
+                f"{target.name}, which takes {target.hidden_size}"
+            )
+
+    def _set_vocabulary(self, checkpoint: Checkpoint, offsets: Tensor, known: Tensor | None) -> None:
+        ids = torch.arange(len(offsets)) + offsets.long()
+        limit = len(known) if known is not None else self.vocab_size
+        if len(ids) == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < limit or len(ids.unique()) != len(ids):
+            raise LoadError(
+                f"{checkpoint.folder}: tensor d2t does not lead to {len(ids)} different ids below {limit}; it must hold offsets, "
+                "target id minus draft id"
+            )
+        if known is not None and not torch.equal(known.nonzero()[:, 0], ids.sort().values):
+            raise LoadError(f"{checkpoint.folder}: tensors d2t and t2d name different tokens ({len(ids)}, {int(known.sum())})")
+        ours = (ids < self.vocab_size).nonzero()[:, 0]
+        self.draft_ids = ids[ours]
+        self.columns = None if len(ours) == len(ids) else ours
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            hidden = self.input_norm(hidden)
+        if self.fc_norm:
+            parts = hidden.chunk(len(self.fc_norm), dim=-1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(hidden)
+
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        self.body.layers[0].input_layernorm.embeddings = embeddings[None]
+        return self.layers_of(self.hidden_norm(features), positions, how)
+
+
+def _body(recipe: Recipe, checkpoint: Checkpoint) -> Any:
+    """The family's own decoder without embeddings and last norm, its weights still to be filled in."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModel
+
+    family = recipe.config.model_type
+    try:
+        with init_empty_weights(include_buffers=False):
+            body: Any = AutoModel.from_config(recipe.config, attn_implementation=NAME)
+    except Exception as error:  # transformers has errors of many kinds for what a family cannot do
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise LoadError(f"{checkpoint.folder}: cannot build a {family} layer: {first}") from error
+    layer = body.layers[0] if hasattr(body, "layers") else None
+    parts = [getattr(getattr(layer, "self_attn", None), name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    named = (layer, "input_layernorm"), (layer, "post_attention_layernorm"), (body, "norm"), (recipe.config, "rms_norm_eps")
+    if not all(isinstance(part, nn.Linear) for part in parts) or not all(hasattr(owner, name) for owner, name in named):
+        raise LoadError(f"{checkpoint.folder}: layers of the family {family!r} are not built like Llama's, which EAGLE needs")
+    body.set_input_embeddings(nn.Identity())
+    body.norm = nn.Identity()
+    return body
+
+
+def _fill(module: nn.Module, checkpoint: Checkpoint, name_of: Any) -> None:
+    """Give every parameter that has no value yet the tensor of the checkpoint that `name_of` says."""
+    for name, parameter in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        tensor = checkpoint.take(name_of(name), *parameter.shape)
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,576 @@
+"""EAGLE heads: every dialect is read as its engine reads it, the maths are those of the reference, and the head follows the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Sequence
+
+import eagles
+import pytest
+import torch
+from toys import letters, plain, run, tiny_target
+
+from outrider.decode import Sequence as Decoded
+from outrider.decode import close_sequence, decode, open_sequence
+from outrider.drafters.base import Ask, Drafter, State
+from outrider.drafters.eagle import EagleDrafter, EagleOptions
+from outrider.drafters.features import PAIRS, FeatureState
+from outrider.errors import LoadError, ParameterError
+from outrider.sampling import SamplingParams
+from outrider.targets.attention import KVSlot, Segment
+from outrider.tree import Budget, DraftTree
+
+EVERYTHING = EagleOptions(min_probability=0.0)
+PROMPT = [5, 6, 7, 8]
+LENGTH = 50
+
+
+def load(target: Any, folder: str, **options: Any) -> EagleDrafter:
+    return EagleDrafter.load(target, EagleOptions(**{"min_probability": 0.0, **options}), folder)
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target("llama", spread=0.25)
+
+
+# ---- dialects --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_tensor_reaches_its_place(dialect: str, dtype: torch.dtype, target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make(dialect, draft=range(3, 60))
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    head = load(target, eagles.write(tmp_path, dialect, config, tensors)).head
+    for name, tensor in eagles.tensors_of(head, tensors).items():
+        assert torch.equal(tensor, tensors[name]), name
+    parameters = dict(head.named_parameters())
+    assert len(parameters) == sum(t.is_floating_point() for t in tensors.values())
+    assert {p.dtype for p in parameters.values()} == {torch.float64} and not any(p.is_meta for p in parameters.values())
+    assert head.body.rotary_emb.inv_freq.dtype == torch.float32
+    if dialect != "eagle":
+        assert head.draft_ids.tolist() == list(range(3, 60))
+        logits = head.logits(torch.ones(1, 32, dtype=torch.float64))
+        assert torch.isfinite(logits[0]).nonzero()[:, 0].tolist() == list(range(3, 60))
+    says = load(target, str(tmp_path)).describe()
+    assert says["embeddings"] == ("its own" if dialect == "speculators" else "the target's")
+    assert says["output matrix"] == ("the target's" if dialect == "eagle" else "its own")
+
+
+def layers_of(target: Any, folder: Path, dialect: str, taken: int = 3, options: Any = None, **keys: Any) -> tuple[Any, ...]:
+    config, tensors = eagles.make(dialect, taken=taken)
+    return load(target, eagles.write(folder, dialect, {**config, **keys}, tensors), **(options or {})).layers
+
+
+def test_layers_mean_what_each_dialect_means(tmp_path: Path) -> None:
+    t = tiny_target("llama", num_hidden_layers=8)
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    for dialect in ("safeailab", "specforge", "speculators"):
+        assert layers_of(t, tmp_path / dialect, dialect) == (2, 4, 5)
+    assert layers_of(t, tmp_path / "a", "specforge", eagle_config=ids) == (2, 4, 5)  # outputs of these layers
+    assert layers_of(t, tmp_path / "b", "specforge", **ids) == (2, 4, 5)
+    assert layers_of(t, tmp_path / "c", "speculators", **ids) == (1, 3, 4)  # entries
+    last = {"eagle_aux_hidden_state_layer_ids": [1, 8]}
+    assert layers_of(t, tmp_path / "d", "specforge", 2, eagle_config=last) == (1, 8)  # a last id of 8 can only be an entry
+    assert layers_of(t, tmp_path / "e", "speculators", 2, **last) == (1, 8)
+    assert layers_of(t, tmp_path / "f", "specforge", options={"layers": (0, 5, 8)}, eagle_config=ids) == (0, 5, 8)
+    assert layers_of(t, tmp_path / "g", "eagle") == ("final",)
+
+
+def test_rope_theta_is_the_heads_own(target: Any, tmp_path: Path) -> None:
+    def theta(name: str, dialect: str, options: dict[str, Any], **changes: Any) -> float:
+        config, tensors = eagles.make(dialect, **changes)
+        head = load(target, eagles.write(tmp_path / name, dialect, config, tensors), **options).head
+        return head.body.config.rope_parameters["rope_theta"]
+
+    assert theta("a", "safeailab", {}) == 10000.0
+    assert theta("b", "safeailab", {}, rope_theta=500000.0) == 500000.0
+    assert theta("c", "specforge", {}, rope_parameters={"rope_type": "default", "rope_theta": 7.0}) == 7.0
+    assert theta("d", "speculators", {}, rope_parameters={"rope_type": "default", "rope_theta": 8.0}) == 8.0
+    assert theta("e", "eagle", {"rope_theta": 9.0}, rope_theta=500000.0) == 9.0
+    linear = {"rope_type": "linear", "factor": 4.0}
+    config, tensors = eagles.make("safeailab", rope_scaling=linear)
+    scaled = load(target, eagles.write(tmp_path / "f", "safeailab", config, tensors)).head.body.config.rope_parameters
+    assert (scaled["rope_type"], scaled["factor"], scaled["rope_theta"]) == ("linear", 4.0, 10000.0)
+
+
+def test_output_matrix_and_embeddings_from_wherever_they_are(target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make("specforge")
+    del tensors["lm_head.weight"]
+    borrowed = load(target, eagles.write(tmp_path / "a", "specforge", {**config, "draft_vocab_size": None}, tensors)).head
+    states = torch.randn(3, 32, dtype=torch.float64)
+    assert torch.equal(borrowed.logits(states), target.head(borrowed.norm(states)))
+    table = torch.randn(101, 32)
+    tied = {**tensors, "embed_tokens.weight": table}
+    head = load(target, eagles.write(tmp_path / "b", "specforge", {**config, "tie_word_embeddings": True}, tied)).head
+    assert torch.equal(head.logits(states), head.norm(states) @ table.double().T)
+    assert torch.equal(head.embed([7, 3]), table.double()[[7, 3]])
+    padded = {**eagles.make("specforge")[1]}
+    padded["lm_head.weight"] = torch.randn(128, 32)
+    assert load(target, eagles.write(tmp_path / "c", "specforge", config, padded)).head.logits(states).shape == (3, 101)
+
+
+# ---- the maths -------------------------------------------------------------------------------------------------------------
+
+
+def chains(head: Any, embeddings: list[int], features: torch.Tensor, depth: int) -> torch.Tensor:
+    """Logits ``[depth, n, V]``: for each i, pairs up to i with true features, and behind them those of the given tokens with the
+    head's own states, level by level.
+    """
+    n = len(features)
+    found = torch.zeros(depth, n, 101, dtype=features.dtype)
+    for i in range(n):
+        kv, tree = KVSlot(), DraftTree.chain(0, [0] * i)
+        states = head.run(embeddings[: i + 1], features[: i + 1], range(i + 1), [Segment(kv, tree, 0)])[-1:]
+        kv.length = i + 1
+        found[0, i] = head.logits(states)[0]
+        for k in range(1, min(depth, n - i)):
+            segment = Segment(kv, DraftTree.chain(0, [0] * k), 0, since=k)
+            states = head.run([embeddings[i + k]], head.recycle(states), [i + k], [segment])
+            kv.length += 1
+            found[k, i] = head.logits(states)[0]
+    return found
+
+
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True},
+    {"norm_output": True},
+    {"fc_norm": True},
+    {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f) or "plain")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3 with a window"])
+def test_equals_the_speculators_library(flags: dict[str, Any], family: str, tmp_path: Path) -> None:
+    """A head made and saved by the library, and the logits of its forward at every depth. (With a sliding window only at the first:
+    the library's training leaves the window where it was while a draft goes on.)
+    """
+    eagle3 = pytest.importorskip(
+        "speculators.models.eagle3", reason="the speculators library, a tool of tests, is not installed"
+    )
+    from transformers import AutoConfig
+
+    changes: dict[str, Any] = {}
+    if family != "llama":
+        changes = {"head_dim": 16, "num_hidden_layers": 2}
+    if "window" in family:
+        changes |= {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+    layer = AutoConfig.for_model(**eagles.layer_config(family.split()[0], 32, 4, 101, **changes))
+    layer._attn_implementation = "eager"
+    layers = {"eagle_aux_hidden_state_layer_ids": [2, 1, 0]}
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        made = eagle3.Eagle3DraftModel(
+            eagle3.Eagle3SpeculatorConfig(transformer_layer_config=layer, draft_vocab_size=40, **layers, **flags)
+        )
+        for name, parameter in made.named_parameters():
+            parameter.data = torch.randn_like(parameter) * 0.2 + ("norm" in name)
+        used = torch.randperm(101)[:40].sort().values
+        hidden, tokens = torch.randn(12, 96), torch.randint(0, 101, (12,))
+    known = torch.zeros(101, dtype=torch.bool)
+    known[used] = True
+    made.load_vocab_mappings(known, used - torch.arange(40))
+    made.save_pretrained(tmp_path)
+
+    wanted: list[torch.Tensor] = []
+    made.lm_head.register_forward_hook(lambda *a: wanted.append(a[2][0].detach()))
+    with torch.no_grad():
+        made(hidden[None], tokens[None], torch.zeros(1, 12, dtype=torch.long), ttt_steps=4)
+
+    target = tiny_target("llama", dtype=torch.float32)
+    head = load(target, str(tmp_path)).head
+    with torch.inference_mode():
+        found = chains(head, tokens.tolist(), head.fuse(hidden), 4)
+    for k in range(1 if "window" in family else 4):
+        assert torch.allclose(found[k, : 12 - k][:, used], wanted[k][: 12 - k], atol=1e-5, rtol=0), k
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+def test_equals_the_paper_step_by_step(dialect: str, target: Any, tmp_path: Path) -> None:
+    """One pair at a time in plain tensors, without a cache: the formulas, and nothing of the modules."""
+    config, tensors = eagles.make(dialect, draft=range(0, 101, 2))
+    head = load(target, eagles.write(tmp_path, dialect, config, tensors)).head
+    w = {name.removeprefix(eagles.PREFIX[dialect]): t.double() for name, t in tensors.items() if t.is_floating_point()}
+    table = w.get("embed_tokens.weight", target.model.get_input_embeddings().weight.detach())
+    tokens = letters(None, 9, 3)
+    hidden = torch.randn(9, 32 if dialect == "eagle" else 96, dtype=torch.float64)
+
+    def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * gain
+
+    def turn(x: torch.Tensor, position: int) -> torch.Tensor:
+        angle = position * 10000.0 ** (-torch.arange(4).double() / 4)
+        a, b = x[:, :4], x[:, 4:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def pair(token: int, g: torch.Tensor, position: int) -> torch.Tensor:
+        if dialect == "eagle":
+            g = w["fc.weight"] @ torch.cat([table[token], g]) + w["fc.bias"]
+            x = g
+        else:
+            x = torch.cat([norm(table[token], w["input_layernorm.weight"]), norm(g, w["hidden_norm.weight"])])
+        q = turn((w["self_attn.q_proj.weight"] @ x).view(4, 8), position)
+        keys.append(turn((w["self_attn.k_proj.weight"] @ x).view(2, 8), position))
+        values.append((w["self_attn.v_proj.weight"] @ x).view(2, 8))
+        k, v = (torch.stack(store).repeat_interleave(2, 1) for store in (keys, values))  # [m, 4, 8]
+        weight = (torch.einsum("hd,mhd->hm", q, k) / 8**0.5).softmax(-1)
+        h = g + w["self_attn.o_proj.weight"] @ torch.einsum("hm,mhd->hd", weight, v).reshape(-1)
+        x = norm(h, w["post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(w["mlp.gate_proj.weight"] @ x) * (w["mlp.up_proj.weight"] @ x)
+        return h + w["mlp.down_proj.weight"] @ gate
+
+    with torch.inference_mode():
+        found = chains(head, tokens, head.fuse(hidden), 3)
+    fused = hidden if dialect == "eagle" else hidden @ w["fc.weight"].T
+    for i in range(7):
+        keys.clear()
+        values.clear()
+        state = torch.zeros(0)
+        for j in range(i + 1):
+            state = pair(tokens[j], fused[j], j)
+        for k in range(3):
+            if k:
+                state = pair(tokens[i + k], state, i + k)
+            if dialect == "eagle":
+                logits = target.model.lm_head.weight.detach() @ state
+                assert torch.allclose(found[k, i], logits, atol=1e-5)
+            else:
+                logits = w["lm_head.weight"] @ norm(state, w["norm.weight"])
+                assert torch.allclose(found[k, i, ::2], logits, atol=1e-5)
+
+
+# ---- the head follows the text ---------------------------------------------------------------------------------------------
+
+
+class Now:
+    """Budgets by round: so much where `on` says so."""
+
+    def __init__(self, on: Any, budget: Budget = Budget(6, 3)):
+        self.on, self.budget, self.calls = on, budget, 0
+
+    def budgets(self, sequences: Sequence[Any]) -> list[Budget]:
+        self.calls += 1
+        return [self.budget if self.on(self.calls, s.number) else Budget(0, 0) for s in sequences]
+
+    def learn(self, rounds: Any) -> None:
+        pass
+
+
+def shadow(target: Any, drafter: EagleDrafter, state: Any, tokens: Sequence[int], budget: Budget = Budget(12, 4)) -> None:
+    """The state proposes what a new one proposes that has seen the same text, with the same scores."""
+    sequence = Decoded(target, tokens, SamplingParams(), "rejection")
+    open_sequence(target, drafter, sequence)
+    state.sampler = sequence.sampler
+    mine, fresh = drafter.propose([Ask(state, tokens, budget), Ask(sequence.state, tokens, budget)])
+    assert len(mine) > 1 and mine.score is not None and fresh.score is not None
+    assert (mine.tokens, mine.parents) == (fresh.tokens, fresh.parents)
+    assert mine.score == pytest.approx(fresh.score, rel=1e-9)
+    close_sequence(target, sequence)
+
+
+@pytest.fixture(params=["eagle", "safeailab"])
+def drafter(request: Any, target: Any, tmp_path: Path) -> EagleDrafter:
+    config, tensors = eagles.make(request.param)
+    return load(target, eagles.write(tmp_path, request.param, config, tensors), shape="tree")
+
+
+def test_comes_back_after_any_rounds(target: Any, drafter: EagleDrafter) -> None:
+    """Three sequences, drafted for in different rounds; in the end each state proposes like a new one."""
+    prompts = [PROMPT, [9] * 30, [11, 3, 4]]
+    sequences = [
+        Decoded(target, p, SamplingParams(max_tokens=23, ignore_eos=True), "rejection", 0, i) for i, p in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        sequence.keep_open = True
+    for _ in decode(target, drafter, sequences, Now(lambda call, number: (call + number) % 4 < 2)):
+        pass
+    for sequence in sequences:
+        assert sequence.state.kv.length <= len(sequence.tokens) - 1
+        shadow(target, drafter, sequence.state, sequence.tokens)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 12, 29, 30, 33])
+def test_goes_on_after_a_cut_and_a_fork(target: Any, drafter: EagleDrafter, kept: int) -> None:
+    """The next turn of a conversation shares its first tokens; a fork has a text of its own."""
+    sequence = Decoded(target, [9, 8, 7] * 10, SamplingParams(max_tokens=9, ignore_eos=True), "rejection")
+    sequence.keep_open = True
+    for _ in decode(target, drafter, [sequence], Now(lambda *_: True)):
+        pass
+    slot, state = sequence.detach()
+    fork, other = target.open(slot, slot.length), state.fork(sequence.sampler)
+    for each, copy, end in ((slot, state, [40, 41, 42, 43]), (fork, other, [50, 51])):
+        target.truncate(each, kept)
+        copy.truncate(kept)
+        then = Decoded(target, [*sequence.tokens[:kept], *end], SamplingParams(), "rejection")
+        then.attach(each, copy)
+        open_sequence(target, drafter, then)
+        shadow(target, drafter, copy, then.tokens)
+    shadow(target, drafter, state, [*sequence.tokens[:kept], 40, 41, 42, 43])  # asked again, after the fork went its own way
+
+
+def test_a_fork_of_the_prompt(target: Any, drafter: EagleDrafter) -> None:
+    prompt = letters(None, 20)
+    sequence = Decoded(target, prompt, SamplingParams(), "rejection")
+    open_sequence(target, drafter, sequence)
+    for end in ([], [5], [6, 7]):
+        slot, state = target.open(sequence.slot, sequence.slot.length), sequence.state.fork(sequence.sampler)
+        then = Decoded(target, [*prompt, *end], SamplingParams(), "rejection")
+        then.attach(slot, state)
+        open_sequence(target, drafter, then)
+        shadow(target, drafter, state, then.tokens)
+
+
+def test_long_prompts_run_in_parts(target: Any, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = letters(None, 100)
+    sequences = [Decoded(target, prompt[:n], SamplingParams(), "rejection", 0, n) for n in (100, 40)]
+    for sequence in sequences:
+        open_sequence(target, drafter, sequence)
+    whole = drafter.propose([Ask(s.state, s.tokens, Budget(9, 3)) for s in sequences])
+    assert PAIRS > 140
+    monkeypatch.setattr("outrider.drafters.features.PAIRS", 14)
+    for sequence in sequences:
+        sequence.state.kv.length = 0
+    parts = drafter.propose([Ask(s.state, s.tokens, Budget(9, 3)) for s in sequences])
+    assert [(t.tokens, t.parents) for t in whole] == [(t.tokens, t.parents) for t in parts]
+
+
+def test_no_draft_without_the_features(target: Any, drafter: EagleDrafter) -> None:
+    """A state that has not seen the text drafts nothing, and after a gap it goes on from where it sees again."""
+    sequence = Decoded(target, letters(None, 30), SamplingParams(), "rejection")
+    open_sequence(target, drafter, sequence)
+    blind = drafter.open(sequence.sampler)
+    (tree,) = drafter.propose([Ask(blind, sequence.tokens, Budget(5, 5))])
+    assert len(tree) == 1
+    (output,) = target.forward([(sequence.slot, DraftTree.chain(sequence.tokens[-1]))], layers=drafter.layers)
+    target.commit(sequence.slot, [0])
+    tokens = [*sequence.tokens, 17]
+    drafter.observe([(blind, tokens, output, [0])])
+    (tree,) = drafter.propose([Ask(blind, tokens, Budget(5, 5))])
+    assert blind.first == 29 and len(tree) == 6
+
+
+def test_memory_is_freed(target: Any, drafter: EagleDrafter) -> None:
+    sequence = Decoded(target, letters(None, 60), SamplingParams(), "rejection")
+    open_sequence(target, drafter, sequence)
+    state = sequence.state
+    assert isinstance(state, FeatureState) and state.end == 59 and len(state._raw) == 1
+    drafter.propose([Ask(state, sequence.tokens, Budget(5, 5))])
+    assert state._raw == [] and state.kv.length == 59 and state.features.shape == (59, 32)
+    state.close()
+    state.close()
+    assert state.end == 0 and not state.kv.keys
+
+
+# ---- right wiring: an overfitted head is accepted --------------------------------------------------------------------------
+
+
+class Turns(Drafter):
+    """Two drafters by turns; both see every round."""
+
+    name = "turns"
+
+    def __init__(self, one: Drafter, other: Drafter):
+        super().__init__()
+        self.both, self.layers, self.calls = (one, other), one.layers, 0
+        self.asked: list[bool] = []
+
+    def open(self, sampler: Any) -> Any:
+        state = State(sampler)
+        state.both = [drafter.open(sampler) for drafter in self.both]  # type: ignore[attr-defined]
+        return state
+
+    def propose(self, work: Any) -> list[DraftTree]:
+        self.calls += 1
+        turn = self.calls % 2
+        self.asked.append(turn == 0)
+        return self.both[turn].propose([ask._replace(state=ask.state.both[turn]) for ask in work])
+
+    def observe(self, work: Any) -> None:
+        for i, drafter in enumerate(self.both):
+            drafter.observe([(state.both[i], *rest) for state, *rest in work])
+
+
+class Wrong(Drafter):
+    """Drafts tokens that are hardly ever right, in a tree."""
+
+    name = "wrong"
+
+    def open(self, sampler: Any) -> State:
+        return State(sampler)
+
+    def propose(self, work: Any) -> list[DraftTree]:
+        return [DraftTree((ask.tokens[-1], 98, 99, 98), (-1, 0, 0, 2)) for ask in work]
+
+
+@pytest.fixture(scope="module", params=["eagle", "safeailab"])
+def overfitted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    t = tiny_target("llama", spread=0.25)
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    text = [*PROMPT, *plain(t, [PROMPT], params)[0].tokens]
+    assert len(set(text)) > 15
+    config, tensors = eagles.make(request.param, draft={*text, *range(20)}, scale=0.1)
+    head = load(t, eagles.write(tmp_path_factory.mktemp("head"), request.param, config, tensors)).head
+    eagles.fit(head, t, text, 200)
+    return t, head, text
+
+
+def share(rounds: Sequence[Any]) -> float:
+    """Accepted tokens of those that a path could hold, rounds that end the text left out."""
+    rounds = [r for r in rounds if r.proposed and not r.finish]
+    depths = [DraftTree(r.tokens, r.parents).depth for r in rounds]
+    assert len(rounds) >= 4 and min(depths) > 0
+    return sum(r.accepted for r in rounds) / sum(depths)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_an_overfitted_head_is_accepted(overfitted: Any, shape: str) -> None:
+    t, head, text = overfitted
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    drafter = EagleDrafter(head, EagleOptions(shape=shape))
+    for draft in (1, 4, 6):
+        found, (rounds,) = run(t, drafter, [PROMPT], params, "rejection", draft)
+        assert [*PROMPT, *found[0].tokens] == text
+        assert share(rounds) >= 0.95, draft
+
+    sequence = Decoded(t, PROMPT, params, "rejection")
+    rounds = list(decode(t, drafter, [sequence], Now(lambda call, _: call % 3 == 0, Budget(4, 4))))
+    assert share(rounds) >= 0.95, "after rounds in which nobody proposed"
+
+    turns = Turns(drafter, Wrong())
+    _, (rounds,) = run(t, turns, [PROMPT], params, "rejection", 4)
+    assert share([r for r, mine in zip(rounds, turns.asked) if mine]) >= 0.95, "after rounds of another drafter"
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------------
+
+
+def refusal(target: Any, folder: str, **options: Any) -> str:
+    with pytest.raises(LoadError) as error:
+        load(target, folder, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+def test_each_missing_tensor_is_named(dialect: str, target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make(dialect, draft=range(40))
+    for name in tensors:
+        if name in ("t2d", "d2t", "embed_tokens.weight"):
+            continue
+        rest = {key: value for key, value in tensors.items() if key != name}
+        said = refusal(target, eagles.write(tmp_path / name, dialect, config, rest))
+        assert name in said or "not an EAGLE head" in said, said
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+def test_each_wrong_shape_and_each_unknown_tensor_is_named(dialect: str, target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make(dialect, draft=range(40))
+    for name, tensor in tensors.items():
+        wrong = tensor[..., :-1].contiguous()
+        said = refusal(target, eagles.write(tmp_path / name, dialect, config, {**tensors, name: wrong}))
+        assert name in said or (name == "t2d" and "d2t" in said), said
+    for extra in ("mask_hidden", eagles.PREFIX[dialect] + "self_attn.q_proj.bias"):
+        more = {**tensors, extra: torch.zeros(32)}
+        assert extra in refusal(target, eagles.write(tmp_path / extra, dialect, config, more))
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+def test_a_head_for_another_target(dialect: str, tmp_path: Path) -> None:
+    config, tensors = eagles.make(dialect)
+    folder = eagles.write(tmp_path / "width", dialect, config, tensors)
+    assert "another target" in refusal(tiny_target("llama", hidden_size=48, num_attention_heads=6), folder)
+    large = tiny_target("llama", vocab_size=3000)
+    if dialect != "eagle":  # that has nothing of a vocabulary's size
+        assert "another target" in refusal(large, folder)
+    wanted = {**config, "target_hidden_size": 4096}
+    if dialect != "eagle":
+        said = refusal(tiny_target("llama"), eagles.write(tmp_path / "says", dialect, wanted, tensors))
+        assert "target_hidden_size" in said and "of 4096 numbers" in said
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+def test_unknown_flags_are_refused_by_name(dialect: str, target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make(dialect)
+    folder = eagles.write(tmp_path / "a", dialect, {**config, "double_norm": True}, tensors)
+    assert "double_norm" in refusal(target, folder)
+    load(target, folder, ignore="double_norm")
+    eagles.write(tmp_path / "a", dialect, {**config, "double_norm": False}, tensors)
+    load(target, folder)
+    quantised = {**config, "quantization_config": {"quant_method": "fp8"}}
+    assert "quantization_config" in refusal(target, eagles.write(tmp_path / "b", dialect, quantised, tensors))
+    if dialect == "speculators":
+        inner = {**config, "transformer_layer_config": {**config["transformer_layer_config"], "gated": 3}}
+        assert "transformer_layer_config.gated" in refusal(target, eagles.write(tmp_path / "c", dialect, inner, tensors))
+    if dialect == "specforge":
+        for key, value in (("use_aux_hidden_state", False), ("parallel", True)):
+            inner = {**config, "eagle_config": {key: value}}
+            assert f"eagle_config.{key}" in refusal(target, eagles.write(tmp_path / "d", dialect, inner, tensors))
+
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "no-such-family"}, "no-such-family"),
+    ({"model_type": "phi3"}, "not built like Llama"),
+    ({"hidden_size": "wide"}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"num_attention_heads": 5}, "q_proj"),
+    ({"num_hidden_layers": 2}, "layers.1."),
+    ({"norm_output": "yes"}, "norm_output"),
+    ({"fc_norm": True}, "fc_norm.0.weight"),
+    ({"norm_before_fc": True}, "input_norm.weight"),
+    ({"bias": True}, "fc.bias"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "2 layers, but fc.weight takes 3"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "layer 8"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "x"]}}, "'x'"),
+    ({"eagle_config": [1]}, "eagle_config"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD_CONFIGS, ids=[said for _, said in BAD_CONFIGS])
+def test_bad_configs(changes: dict[str, Any], said: str, target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make("specforge")
+    assert said in refusal(target, eagles.write(tmp_path, "specforge", {**config, **changes}, tensors))
+
+
+def test_bad_vocabularies(target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make("safeailab", draft=range(1, 90, 2))
+    for name, value, said in (
+        ("d2t", tensors["d2t"] + 90, "d2t"),
+        ("d2t", torch.arange(1, 90, 2), "d2t"),  # ids, not offsets
+        ("d2t", tensors["d2t"].double(), "d2t"),
+        ("t2d", ~tensors["t2d"], "t2d"),
+        ("t2d", tensors["t2d"].int(), "t2d"),
+    ):
+        assert said in refusal(target, eagles.write(tmp_path, "safeailab", config, {**tensors, name: value}))
+
+
+def test_other_folders_and_options(target: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no weights" in refusal(target, str(tmp_path / "empty"))
+    assert "no such" in refusal(target, str(tmp_path / "nowhere"))
+    config, tensors = eagles.make("speculators")
+    other = eagles.write(tmp_path / "p", "speculators", {**config, "speculators_model_type": "peagle"}, tensors)
+    assert "not an EAGLE head" in refusal(target, other)
+    config, tensors = eagles.make("eagle")
+    folder = eagles.write(tmp_path / "e", "eagle", config, tensors)
+    with pytest.raises(ParameterError, match="layers is for EAGLE-3"):
+        load(target, folder, layers=(1, 2, 3))
+    with pytest.raises(ParameterError, match="rope_theta"):
+        EagleOptions(rope_theta=0.0)
+
+
+def test_a_target_that_lends_nothing(tmp_path: Path) -> None:
+    from outrider.targets.table import TableTarget
+
+    table = TableTarget(hidden_size=32, vocab_size=101)
+    config, tensors = eagles.make("safeailab")
+    folder = eagles.write(tmp_path / "a", "safeailab", config, tensors)
+    assert "does not lend its embeddings" in refusal(table, folder, layers=(0, 1, 2))
+    full = {**tensors, "embed_tokens.weight": torch.randn(101, 32)}
+    load(table, eagles.write(tmp_path / "b", "safeailab", config, full), layers=(0, 1, 2))
