@@ -48,6 +48,7 @@ class EagleDrafter(FeatureDrafter):
 
     name = "eagle"
     Options = EagleOptions
+    takes_model = True
     head: EagleHead
 
     @classmethod
