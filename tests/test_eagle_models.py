@@ -15,7 +15,7 @@ from outrider.drafters.eagle import EagleDrafter, EagleOptions
 from outrider.sampling import SamplingParams
 from outrider.tree import DraftTree
 
-TOKENS = 32
+TOKENS = 24
 SHAPES = {"chain": {"shape": "chain"}, "tree": {"shape": "tree"}, "sampled tree": {"shape": "tree", "growth": "sampled"}}
 
 
@@ -45,9 +45,9 @@ def overfit(t: Any, dialect: str, text: list[int], steps: int, folder: Path) -> 
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Any:
     t = load(SMOL)
-    prompts = ask(t, QUESTIONS)
-    wanted = plain(t, prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True), draft=0)
-    folder = overfit(t, "safeailab", [*prompts[2], *wanted[2].tokens], 100, tmp_path_factory.mktemp("eagle"))
+    prompts = ask(t, QUESTIONS[1:3])
+    wanted = plain(t, prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True), draft=1)
+    folder = overfit(t, "safeailab", [*prompts[1], *wanted[1].tokens], 60, tmp_path_factory.mktemp("eagle"))
     return t, prompts, wanted, EagleDrafter.load(t, EagleOptions(), folder).head
 
 
@@ -64,15 +64,15 @@ def check_accepted(t: Any, head: Any, prompt: list[int], wanted: Any) -> None:
 @here
 def test_an_overfitted_head_is_accepted(smol: Any) -> None:
     t, prompts, wanted, head = smol
-    check_accepted(t, head, prompts[2], wanted[2])
+    check_accepted(t, head, prompts[1], wanted[1])
 
 
 @pytest.mark.slow
 @here
 def test_an_overfitted_eagle_1_head_is_accepted(smol: Any, tmp_path: Path) -> None:
     t, prompts, wanted, _ = smol
-    folder = overfit(t, "eagle", [*prompts[2], *wanted[2].tokens], 150, tmp_path)
-    check_accepted(t, EagleDrafter.load(t, EagleOptions(), folder).head, prompts[2], wanted[2])
+    folder = overfit(t, "eagle", [*prompts[1], *wanted[1].tokens], 150, tmp_path)
+    check_accepted(t, EagleDrafter.load(t, EagleOptions(), folder).head, prompts[1], wanted[1])
 
 
 @here

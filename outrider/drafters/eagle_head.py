@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..errors import LoadError
 from ..kernels.choose import choose
+from ..kernels.fused import fuse
 from ..targets.attention import NAME, PassCache, Segment, passing
 from ..targets.base import Target
 from .checkpoint import Checkpoint
@@ -113,6 +114,8 @@ class EagleHead(FeatureHead):
         for name, parameter in self.named_parameters():
             if not (packs and name.startswith("embed_tokens.")):  # its rows are widened as they are read
                 parameter.data = parameter.data.to(target.device, target.dtype)
+        if packs and target.dtype == torch.float32 and kernels.VARIANT != "off":
+            fuse(self)
         self.to(target.device)  # the buffers, in their own types: rotary frequencies need all their digits
         self.eval()
 
@@ -138,7 +141,7 @@ class Eagle1Head(EagleHead):
         return self.layers_of(self.fc(torch.cat([embeddings, features], dim=-1)), positions, how)
 
 
-class Joint(nn.Module):
+class EntryNorm(nn.Module):
     """Takes the place of the first layer's input norm: the normed embedding and the normed feature side by side, ``[..., 2H]``."""
 
     def __init__(self, embedding_norm: nn.Module, feature_norm: nn.Module):
@@ -177,7 +180,9 @@ class Eagle3Head(EagleHead):
         )
         hidden_norm = self._norm(checkpoint, f"{prefix}hidden_norm", self.width)
         self.hidden_norm = hidden_norm if self.recipe.norm_before_residual else nn.Identity()
-        first.input_layernorm = Joint(first.input_layernorm, nn.Identity() if self.recipe.norm_before_residual else hidden_norm)
+        first.input_layernorm = EntryNorm(
+            first.input_layernorm, nn.Identity() if self.recipe.norm_before_residual else hidden_norm
+        )
 
     def _fill_vocabulary(self, checkpoint: Checkpoint, target: Target) -> None:
         """Output matrix and reduced vocabulary."""
