@@ -417,7 +417,7 @@ def overfitted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     assert len(set(text)) > 15
     config, tensors = eagles.make(request.param, draft={*text, *range(20)}, scale=0.1)
     head = load(t, eagles.write(tmp_path_factory.mktemp("head"), request.param, config, tensors)).head
-    eagles.fit(head, t, text, 200)
+    eagles.fit(head, t, text, 130)
     return t, head, text
 
 

@@ -40,6 +40,7 @@ class EagleHead(FeatureHead):
         self._target = (target,)  # in a tuple: its modules are not ours
         self.width = recipe.config.hidden_size
         self.vocab_size = target.vocab_size
+        self.device = target.device
         self.body = _body(recipe, checkpoint)
         table = checkpoint.take("embed_tokens.weight", None, self.width, optional=True)
         self.embed_tokens = None if table is None else nn.Embedding.from_pretrained(table)
@@ -135,7 +136,7 @@ class Eagle1Head(EagleHead):
         _fill(self.body, checkpoint, lambda name: name)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        return hidden
+        return hidden.to(self.device)
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
         return self.layers_of(self.fc(torch.cat([embeddings, features], dim=-1)), positions, how)
@@ -225,6 +226,7 @@ class Eagle3Head(EagleHead):
         self.columns = None if len(ours) == len(ids) else ours
 
     def fuse(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self.device)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         if self.fc_norm:

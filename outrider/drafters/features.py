@@ -166,7 +166,8 @@ def store(work: Sequence[tuple[Any, Sequence[int], Output, Sequence[int]]], laye
         if len(rows):
             index = torch.tensor(list(rows))
             parts = [output.hidden[key] for key in layers]
-            state.store(output.start, torch.cat([part[index.to(part.device)] for part in parts], dim=-1))
+            kept = [part[index.to(part.device)].to(parts[0].device) for part in parts]  # layers may be on several devices
+            state.store(output.start, torch.cat(kept, dim=-1))
 
 
 @torch.inference_mode()
