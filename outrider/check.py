@@ -7,6 +7,7 @@ tokens. The overhead of the loop itself is left out on both sides.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
@@ -16,7 +17,7 @@ from . import kernels
 from .decode import Sequence as Decoding
 from .decode import close_sequence, open_sequence
 from .drafters import Ask, Drafter
-from .drafters.model import ModelDrafter
+from .drafters.growth import TreeOptions
 from .drafters.vocabulary import Translated, compare
 from .errors import PromptError
 from .kernels.choose import ROWS as ROWS_MEASURED
@@ -142,9 +143,10 @@ def measure_rows(target: Target, slot: Slot, tokens: Sequence[int], rows: Sequen
 
 
 def _tireless(drafter: Drafter) -> Drafter:
-    """A draft model without its stop at unlikely tokens: what a step costs is measured by taking it."""
-    if isinstance(drafter, ModelDrafter):
-        return ModelDrafter(drafter.model, replace(drafter.options, min_probability=0.0))
+    """The drafter without its stop at unlikely tokens: what a step costs is measured by taking it."""
+    if isinstance(drafter.options, TreeOptions):
+        drafter = copy.copy(drafter)
+        drafter.options = replace(drafter.options, min_probability=0.0)  # type: ignore[call-arg]
     return drafter
 
 
@@ -224,6 +226,7 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
             "name": drafter.name,
             "options": asdict(drafter.options),
             "model": describe(own, draft) if own else None,
+            "weights": drafter.describe(),
         },
         "tokenizers": tokenizers(target, model) if model else None,
         "kernels": {

@@ -6,9 +6,16 @@ the accept rules exact: what carries a q was drawn through the Sampler, with tha
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Iterator, Sequence
 
+import eagles
+import published
 import pytest
 import torch
 from toys import plain, run
@@ -28,10 +35,10 @@ EXPECTED = "bcdefghij" * 4
 
 
 def shapes(name: str) -> Iterator[str]:
-    """The shapes of a drafter; for one that grows its trees by `Growth`, every way to."""
+    """The shapes of a drafter; for one that grows its trees by `Growth`, every way to, or for heads one with chance and one without."""
     for shape in TABLE[name].shapes:
         grown = shape == "tree" and issubclass(TABLE[name].load().Options, TreeOptions)
-        yield from GROWTHS if grown else [shape]
+        yield from (GROWTHS if name == "model" else ("dynamic", "sampled")) if grown else [shape]
 
 
 NAMES = [(name, shape) for name in TABLE for shape in shapes(name)]
@@ -55,7 +62,22 @@ def make(name: str, shape: str, t: TableTarget, **options: Any) -> tuple[Drafter
         return ModelDrafter(TableTarget(**TARGET, noise=0.8), ModelOptions(**options)), extra
     if name == "replay":
         options |= {"script": (1, 2, 3, 4, 5) * 30, "wrong_at": 2}
+    if cls.takes_model:
+        options["model"] = heads_folder(name)
+    if name == "eagle":
+        options["layers"] = (0, 1, 2)
     return load_drafter(name, t, options), extra
+
+
+@functools.cache
+def heads_folder(name: str) -> str:
+    """Random heads for the target."""
+    folder = tempfile.mkdtemp(prefix="outrider-heads-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if name == "eagle":
+        return eagles.write(Path(folder), "safeailab", *eagles.make("safeailab", target().hidden_size, 10, heads=2, scale=1.0))
+    module = published.make(name, target(), heads=4, spread=2.0)
+    return published.write(Path(folder), name, published.config_of(name, 4), published.tensors_of(name, module))
 
 
 def free_memory(drafter: Drafter) -> None:
@@ -94,7 +116,7 @@ def test_greedy_equals_plain(name: str, shape: str, values: dict[str, Any]) -> N
 @pytest.mark.parametrize("values", SAMPLED)
 def test_coupled_equals_plain(name: str, shape: str, values: dict[str, Any]) -> None:
     t = target()
-    for seed in range(5):
+    for seed in range(5 if name == "model" or not TABLE[name].load().takes_model else 2):
         drafter, extra = make(name, shape, t)
         params = SamplingParams(**values, **extra, seed=seed)
         wanted = plain(t, PROMPTS, params, "coupled")
@@ -204,7 +226,7 @@ def test_drawn_drafts_keep_the_contract(name: str, shape: str, rule: str, values
         for own in rounds:
             for r in own:
                 assert all(r.p[node] > 0 for node in r.path), "a token with probability 0 was kept"
-        if name == "model":
+        if drafter.takes_model:
             assert (watched.laws > 0) == (rule != "coupled" and drafter.options.draws)
         free_memory(drafter)
 

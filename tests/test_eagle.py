@@ -566,9 +566,13 @@ def test_other_folders_and_options(target: Any, tmp_path: Path) -> None:
 
 
 def test_a_target_that_lends_nothing(tmp_path: Path) -> None:
+    from outrider.targets.base import Target
     from outrider.targets.table import TableTarget
 
-    table = TableTarget(hidden_size=32, vocab_size=101)
+    class Mean(TableTarget):
+        embed = Target.embed
+
+    table = Mean(hidden_size=32, vocab_size=101)
     config, tensors = eagles.make("safeailab")
     folder = eagles.write(tmp_path / "a", "safeailab", config, tensors)
     assert "does not lend its embeddings" in refusal(table, folder, layers=(0, 1, 2))

@@ -78,6 +78,10 @@ def facts(found: dict[str, Any]) -> Table:
         elif same["equal"] is False:
             text = f"{same['different']} ids differ, {same['only_target']} only in the target, {same['only_drafter']} only in the drafter"
         table.add_row("tokenizers", text, "same end tokens" if same["same_end"] else "other end tokens")
+    elif weights := found["drafter"]["weights"]:
+        table.add_row("drafter", found["drafter"]["name"])
+        for name, value in weights.items():
+            table.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
     elif found["drafter"]["name"] != "none":
         table.add_row("drafter", f"{found['drafter']['name']}: no model, so tokenizer and memory are the target's")
     return table

@@ -134,19 +134,17 @@ def open_engine(pair: Pair, loading: Decoding) -> Engine:
 def check_early(drafter: str, options: dict[str, str], accept: str | None = None) -> None:
     """Raise for an unknown drafter, option or rule, without loading a model."""
     from ..decode import find_rule
-    from ..drafters import TABLE, make_options
+    from ..drafters import TABLE, find_drafter, make_options
     from ..models import PACKAGED
 
     if accept is not None:
         find_rule(accept)
-    entry = TABLE.get(drafter)
-    if entry is None:
-        path_like = drafter in PACKAGED or "/" in drafter or Path(drafter).exists()
-        if not path_like:
-            raise ParameterError(f"unknown drafter {drafter!r}; known: {', '.join(TABLE)}, or the folder or hub id of a model")
-        entry = TABLE["model"]
-    values = {name: value for name, value in options.items() if (drafter, name) != ("model", "model")}
-    make_options(entry.load().Options, values, drafter)
+    if drafter not in TABLE and not (drafter in PACKAGED or "/" in drafter or Path(drafter).exists()):
+        raise ParameterError(
+            f"unknown drafter {drafter!r}; known: {', '.join(TABLE)}, or the folder or hub id of a model or of heads"
+        )
+    name, _, own, _ = find_drafter(drafter, options)
+    make_options(TABLE[name].load().Options, own, drafter)
 
 
 def as_prompt(target: Target, text: str, raw: bool = False, system: str | None = None) -> Any:

@@ -30,10 +30,13 @@ def drafters(json: Json = False) -> None:
     if json:
         print_json(rows)
         return
-    table = Table("drafter", "drafts", "needs", "shapes", "options (-o name=value)", "source")
+    table = Table("drafter", "drafts", "needs", "a draft costs", "output", "shapes", "options (-o name=value)", "source")
     for row in rows:
         given = "\n".join(f"{name}={_shown(value)}" for name, value in row["options"].items())
-        table.add_row(row["name"], row["summary"], row["needs"], ", ".join(row["shapes"]), given, row["source"])
+        output = "exact" if row["exact"] else "lossy"
+        table.add_row(
+            row["name"], row["summary"], row["needs"], row["cost"], output, ", ".join(row["shapes"]), given, row["source"]
+        )
     on_stdout().print(table)
 
 

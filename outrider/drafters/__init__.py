@@ -9,11 +9,23 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Mapping
 
-from ..errors import ParameterError
+from ..errors import LoadError, ParameterError
 from ..targets.base import Target
 from .base import Ask, Budget, Drafter, NoDrafter, Options, State
 
-__all__ = ["TABLE", "Ask", "Budget", "Drafter", "Entry", "NoDrafter", "Options", "State", "load_drafter", "make_options"]
+__all__ = [
+    "TABLE",
+    "Ask",
+    "Budget",
+    "Drafter",
+    "Entry",
+    "NoDrafter",
+    "Options",
+    "State",
+    "find_drafter",
+    "load_drafter",
+    "make_options",
+]
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,10 @@ class Entry:
     """Of ``chain`` and ``tree``, what it can draft."""
     source: str
     """Paper or engine that the method comes from."""
+    cost: str = "next to nothing"
+    """Of a draft, in words."""
+    exact: bool = True
+    """Whether the output keeps the target's law, whatever it drafts. (A lossy accept rule is another matter.)"""
 
     def load(self) -> type[Drafter]:
         module, name = self.place.split(":")
@@ -63,6 +79,31 @@ TABLE: dict[str, Entry] = {
         "a model",
         ("chain", "tree"),
         "speculative decoding (Leviathan et al. 2023, Chen et al. 2023)",
+        "a pass of the model for each level",
+    ),
+    "medusa": Entry(
+        "medusa:MedusaDrafter",
+        "heads on the target's last hidden state, one for each distance",
+        "Medusa heads for this target",
+        ("chain", "tree"),
+        "Medusa (Cai et al. 2024)",
+        "an output matrix for each level",
+    ),
+    "hydra": Entry(
+        "hydra:HydraDrafter",
+        "Medusa's heads, which also see the tokens drafted before theirs",
+        "Hydra heads for this target",
+        ("chain", "tree"),
+        "Hydra (Ankner et al. 2024)",
+        "an output matrix for each level; prefix-mlp: a decoder layer for each new token besides",
+    ),
+    "eagle": Entry(
+        "eagle:EagleDrafter",
+        "a decoder layer that goes on from the target's hidden states and its own",
+        "an EAGLE head for this target",
+        ("chain", "tree"),
+        "EAGLE-1, 2 and 3 (Li et al. 2024, 2025)",
+        "a decoder layer and an output matrix for each level",
     ),
     "replay": Entry(
         "replay:ReplayDrafter",
@@ -110,19 +151,40 @@ def _item(text: str, kind: Any) -> Any:
     return tuple(int(part) for part in text.split(".")) if typing.get_origin(kind) is tuple else kind(text)
 
 
+def find_drafter(name: str, options: Mapping[str, Any]) -> tuple[str, str | None, dict[str, Any], str]:
+    """The drafter's name in the table, where its weights are, its own options, and in words what kind of weights was found.
+
+    name: of the table, with ``model`` among the options for weights; or the path or hub id of weights, which say themselves
+    what they are. Raises LoadError for what cannot draft.
+    """
+    options = dict(options)
+    if name not in TABLE:
+        from .detect import detect
+
+        found = detect(name)
+        return found.drafter, name, options, found.dialect
+    source = options.pop("model", None) if TABLE[name].load().takes_model else None
+    return name, source, options, ""
+
+
 def load_drafter(name: str, target: Target, options: Mapping[str, Any] | None = None, **loading: Any) -> Drafter:
-    """The drafter called `name` for `target`: a name of the table, or the path or hub id of a model.
+    """The drafter called `name` for `target`: a name of the table, or the path or hub id of a model or of heads.
 
     options: the drafter's own, by name. loading: how to load a model (``device``, ``dtype``, ...), for drafters that have
-    one. Raises ParameterError for an unknown drafter or option, LoadError for a model that does not load or fit.
+    one. Raises ParameterError for an unknown drafter or option, LoadError for weights that do not load or fit.
     """
-    options = dict(options or {})
-    source = None
-    if name not in TABLE:
-        name, source = "model", name
-    elif name == "model":
-        source = options.pop("model", None)
-        if source is None:
-            raise ParameterError("the drafter 'model' needs a model: -d PATH_OR_HUB_ID, or -o model=PATH_OR_HUB_ID")
+    name, source, own, dialect = find_drafter(name, options or {})
     cls = TABLE[name].load()
-    return cls.load(target, make_options(cls.Options, options, name), source, **loading)
+    made = make_options(cls.Options, own, name)
+    if cls.takes_model and source is None:
+        source = cls.inside(target)
+        if source is None:
+            raise ParameterError(
+                f"the drafter {name!r} needs {TABLE[name].needs}: -d PATH_OR_HUB_ID, or -o model=PATH_OR_HUB_ID"
+            )
+    try:
+        return cls.load(target, made, source, **loading)
+    except LoadError as error:
+        if name == "model" or not dialect:
+            raise
+        raise LoadError(f"{error} (found: {dialect})") from error

@@ -67,6 +67,8 @@ class Drafter(ABC):
     """Target hidden states that `observe` needs."""
     context_length: int | None = None
     """Most tokens of a sequence it can draft for; the loop draws no draft beyond it."""
+    takes_model: ClassVar[bool] = False
+    """Whether it has weights of its own: a folder or hub id that `load` gets as `source`."""
     takes_prediction: ClassVar[bool] = False
     """Whether it uses the text that the caller expects (`SamplingParams.prediction`)."""
 
@@ -83,6 +85,11 @@ class Drafter(ABC):
         """A drafter for `target`. source: path or hub id of its weights, for drafters that have some."""
         return cls(options)
 
+    @classmethod
+    def inside(cls, target: Target) -> str | None:
+        """The source of this drafter's weights where the target's own checkpoint holds them."""
+        return None
+
     @abstractmethod
     def open(self, sampler: Sampler) -> State:
         """A new sequence. The prompt reaches it through `propose` (and `observe`)."""
@@ -97,6 +104,10 @@ class Drafter(ABC):
         For each sequence: its state, all its tokens, the target's Output, and the rows of it that were kept. Kept row
         number j belongs to ``tokens[output.start + j]``. Store what you need; run no model here.
         """
+
+    def describe(self) -> dict[str, Any]:
+        """What `outrider check` shows about its weights: what they are, and what is the target's."""
+        return {}
 
     def close(self) -> None:
         """Free the drafter's own weights."""

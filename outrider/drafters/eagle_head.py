@@ -13,18 +13,13 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import kernels
 from ..errors import LoadError
-from ..kernels.choose import choose
-from ..kernels.fused import fuse
 from ..targets.attention import NAME, PassCache, Segment, passing
 from ..targets.base import Target
 from .checkpoint import Checkpoint
 from .eagle_formats import Recipe
 from .features import FeatureHead
-
-MOST_PADDING = 1024
-"""Rows that an embedding matrix may have beyond the tokenizer's ids (or 5 % of them, if that is more)."""
+from .heads import check_vocabulary, settle
 
 
 class EagleHead(FeatureHead):
@@ -49,7 +44,7 @@ class EagleHead(FeatureHead):
         self.register_buffer("draft_ids", None, persistent=False)
         self.register_buffer("columns", None, persistent=False)
         if table is not None:
-            self._check_vocabulary(checkpoint, "embed_tokens.weight", len(table))
+            check_vocabulary(checkpoint, "embed_tokens.weight", len(table), target)
 
     @abstractmethod
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
@@ -97,28 +92,10 @@ class EagleHead(FeatureHead):
         _fill(norm, checkpoint, lambda part: f"{name}.{part}")
         return norm
 
-    def _check_vocabulary(self, checkpoint: Checkpoint, name: str, size: int) -> None:
-        (target,) = self._target
-        most = target.vocab_size + max(MOST_PADDING, target.vocab_size // 20)
-        if not target.vocab_size <= size <= most:
-            raise LoadError(
-                f"{checkpoint.folder}: tensor {name} is for a vocabulary of {size} tokens, but {target.name} has {target.vocab_size}: the "
-                "head was made for another target"
-            )
-
     def settle(self) -> None:
-        """Bring the weights to where and how the target computes; on a CPU in the products that are the fastest there."""
+        """Bring the weights to where and how the target computes."""
         (target,) = self._target
-        packs = bool(getattr(target, "choices", ()))
-        if packs:
-            kernels.pack_linears(self, target.dtype, choose(self, target.dtype))
-        for name, parameter in self.named_parameters():
-            if not (packs and name.startswith("embed_tokens.")):  # its rows are widened as they are read
-                parameter.data = parameter.data.to(target.device, target.dtype)
-        if packs and target.dtype == torch.float32 and kernels.VARIANT != "off":
-            fuse(self)
-        self.to(target.device)  # the buffers, in their own types: rotary frequencies need all their digits
-        self.eval()
+        settle(self, target, widened="embed_tokens.")
 
 
 class Eagle1Head(EagleHead):
@@ -190,14 +167,14 @@ class Eagle3Head(EagleHead):
         offsets = checkpoint.take("d2t", None, kind="int", optional=True)
         known = checkpoint.take("t2d", None, kind="bool", optional=True)
         if known is not None:
-            self._check_vocabulary(checkpoint, "t2d", len(known))
+            check_vocabulary(checkpoint, "t2d", len(known), target)
         if offsets is not None:
             self._set_vocabulary(checkpoint, offsets, known)
         if "lm_head.weight" in checkpoint:
             size = len(offsets) if offsets is not None else None
             weight = checkpoint.take("lm_head.weight", size, self.width)
             if offsets is None:
-                self._check_vocabulary(checkpoint, "lm_head.weight", len(weight))
+                check_vocabulary(checkpoint, "lm_head.weight", len(weight), target)
             self.lm_head = nn.Linear(self.width, len(weight), bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(weight, requires_grad=False)
         elif offsets is not None:

@@ -81,6 +81,7 @@ class ModelDrafter(Drafter):
 
     name = "model"
     Options = ModelOptions
+    takes_model = True
     options: ModelOptions
 
     def __init__(self, model: Target, options: ModelOptions | None = None, cost: float = 0.0):

@@ -163,6 +163,9 @@ class TableTarget(Target):
             self._memo[key] = row
         return self._memo[key]
 
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        return torch.stack([_normal(("embedding", token), self.hidden_size) for token in tokens])
+
     def head(self, hidden: Tensor) -> Tensor:
         raise ParameterError("the table target has no output head to lend")
 

@@ -1,0 +1,132 @@
+"""Medusa (Cai et al. 2024): heads on the target's last hidden state, each of which guesses one token further ahead, from it alone.
+
+Known are the authors' own checkpoints (``medusa_lm_head.pt`` or safetensors beside a config), Medusa-2 checkpoints, which hold the model
+that was trained together with its heads, and the layout that vLLM once read. How many heads and blocks there are is counted in
+the tensors: published configs are wrong about it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ..errors import LoadError, OutriderWarning
+from ..targets.base import Target
+from .checkpoint import Checkpoint, resolve
+from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear
+
+INSIDE = "medusa_head."
+"""Where a Medusa-2 checkpoint has its heads, beside the model's own tensors."""
+DIALECTS = {
+    "medusa": "Medusa-1 heads (FasterDecoding)",
+    "medusa-2": "Medusa-2 heads, in the checkpoint of their model (FasterDecoding)",
+    "vllm": "Medusa heads in vLLM's old layout",
+}
+FLAGS = ("medusa_num_heads", "medusa_num_layers", "medusa_head", "medusa_fc_bias", "medusa_choices")
+
+
+def detect(checkpoint: Checkpoint) -> str | None:
+    """The dialect of Medusa heads, by its content; None for anything else."""
+    if any(name.startswith(INSIDE) for name in checkpoint.tensors):
+        return "medusa-2"
+    if any(re.fullmatch(r"\d+\.\d+\.(linear\.)?weight", name) for name in checkpoint.tensors):
+        return "medusa"
+    return "vllm" if any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.weight", name) for name in checkpoint.tensors) else None
+
+
+class MedusaDrafter(HeadsDrafter):
+    """Chains and trees from Medusa heads."""
+
+    name = "medusa"
+
+    @classmethod
+    def inside(cls, target: Target) -> str | None:
+        folder = Path(target.name)
+        is_one = (folder / "config.json").is_file() and detect(Checkpoint.read(folder)) == "medusa-2"
+        return target.name if is_one else None
+
+    @classmethod
+    def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> MedusaDrafter:
+        assert source is not None
+        return cls.build(Checkpoint.read(resolve(source)), target, options)
+
+    @classmethod
+    def build(cls, checkpoint: Checkpoint, target: Target, options: Any) -> MedusaDrafter:
+        """From a checkpoint. Raises LoadError for what is no Medusa checkpoint, is not known, or does not fit `target`."""
+        dialect = detect(checkpoint)
+        if dialect is None:
+            raise LoadError(f"{checkpoint.folder} has no Medusa heads ({', '.join(DIALECTS.values())})")
+        for key in FLAGS:
+            checkpoint.asked.add(key)
+        checkpoint.refuse_flags("medusa_")
+        heads = _vllm_heads(checkpoint, target) if dialect == "vllm" else _own_heads(checkpoint, target, dialect)
+        facts = {
+            "dialect": DIALECTS[dialect],
+            "heads": len(heads),
+            "blocks": len(heads.stacks[0]),  # type: ignore[arg-type]
+            "states": "the target's last hidden state",
+            "output matrices": "its own",
+        }
+        if heads.token_map is not None:
+            facts["vocabulary"] = len(heads.token_map)
+        drafter = cls(heads, target, options, facts)
+        if dialect == "medusa-2" and not _same(checkpoint.folder, target.name):
+            warnings.warn(
+                f"the heads in {checkpoint.folder} were trained together with the model in it, and {target.name} is another one: they "
+                f"may guess badly; use -t {checkpoint.folder}",
+                OutriderWarning,
+                stacklevel=2,
+            )
+        return drafter
+
+
+def _own_heads(checkpoint: Checkpoint, target: Target, dialect: str) -> Heads:
+    """``i.l.linear`` for block l of head i, then ``i.L`` for its output matrix."""
+    part = checkpoint.under(INSIDE) if dialect == "medusa-2" else checkpoint
+    count, blocks = part.count(r"(\d+)\.\d+\.weight"), part.count(r"0\.(\d+)\.linear\.weight")
+    width = target.hidden_size
+    stacks = [[Block(linear(part, f"{i}.{block}.linear", width, width, True)) for block in range(blocks)] for i in range(count)]
+    outputs = [linear(part, f"{i}.{blocks}", None, width, False) for i in range(count)]
+    for i, output in enumerate(outputs):
+        check_vocabulary(part, f"{i}.{blocks}.weight", output.out_features, target)
+    part.refuse_rest()
+    if not count:
+        raise LoadError(f"{checkpoint.folder} has Medusa blocks, but no output matrix {part.prefix}0.{blocks}.weight")
+    return Heads(stacks, outputs)
+
+
+def _vllm_heads(checkpoint: Checkpoint, target: Target) -> Heads:
+    """``blocks.i.layers.l``, ``lm_heads.i`` (or one ``lm_head`` for all), and the ids of a reduced vocabulary in ``token_map``."""
+    count, width = checkpoint.count(r"blocks\.(\d+)\.layers\.0\.weight"), target.hidden_size
+    blocks = checkpoint.count(r"blocks\.0\.layers\.(\d+)\.weight")
+    bias = checkpoint.value("medusa_fc_bias", bool, "blocks.0.layers.0.bias" in checkpoint)
+    stacks = [
+        [Block(linear(checkpoint, f"blocks.{i}.layers.{block}", width, width, bias)) for block in range(blocks)]
+        for i in range(count)
+    ]
+    if checkpoint.value("original_lm_head", bool, False):
+        names = ["lm_head"] * count
+    else:
+        names = [f"lm_heads.{i}" for i in range(count)]
+    made = {name: linear(checkpoint, name, None, width, False) for name in dict.fromkeys(names)}
+    heads = Heads(stacks, [made[name] for name in names])
+    ids = checkpoint.take("token_map", None, kind="int", optional=True)
+    for name, output in made.items():
+        if ids is None:
+            check_vocabulary(checkpoint, f"{name}.weight", output.out_features, target)
+        elif len(ids) != output.out_features:
+            raise LoadError(f"{checkpoint.folder}: token_map has {len(ids)} ids, but {name}.weight {output.out_features} rows")
+    if ids is not None:
+        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) != len(ids):
+            raise LoadError(
+                f"{checkpoint.folder}: token_map does not hold different ids below {target.vocab_size}, the vocabulary of {target.name}"
+            )
+        heads.reduce(ids.long(), target.vocab_size)
+    checkpoint.refuse_rest()
+    return heads
+
+
+def _same(folder: Path, name: str) -> bool:
+    return Path(name).exists() and Path(name).resolve() == folder.resolve()
