@@ -203,4 +203,4 @@ class Growth:
 def _best_chances(logits: Tensor) -> list[float]:
     """The largest softmax probability of each row of logits ``[n, V]``. One transfer."""
     raw = logits if logits.dtype.itemsize >= 4 else logits.float()
-    return (raw.max(dim=-1).values - raw.logsumexp(dim=-1)).exp().tolist()
+    return (raw.amax(dim=-1) - raw.logsumexp(dim=-1)).exp().tolist()

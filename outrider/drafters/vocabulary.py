@@ -137,6 +137,19 @@ def in_words_of(target: Target, model: Target) -> Target:
     return Translated(model, target.vocab_size, overlap)
 
 
+def _fewest(text: bytes, pieces: dict[bytes, int]) -> tuple[int, ...]:
+    """The fewest pieces that spell `text`; bytes that no piece has are left out, as few as can be."""
+    best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]  # of each prefix: bytes left out, number of pieces, the pieces
+    for end in range(1, len(text) + 1):
+        ways = [(best[end - 1][0] + 1, *best[end - 1][1:])]
+        for start in range(end):
+            if (piece := pieces.get(text[start:end])) is not None:
+                left_out, number, before = best[start]
+                ways.append((left_out, number + 1, (*before, piece)))
+        best.append(min(ways, key=lambda way: way[:2]))
+    return best[-1][2]
+
+
 class _Translation(Slot):
     """A slot of the model behind, and where each of the target's tokens ends in it."""
 
@@ -157,7 +170,7 @@ class _Translation(Slot):
 class Translated(Target):
     """A draft model with other token ids than its target, which takes and gives the target's.
 
-    Tokens that it has are fed as such, others as the longest of its own that spell them. Logits of tokens that it lacks are
+    Tokens that it has are fed as such, others as the fewest of its own that spell them. Logits of tokens that it lacks are
     -inf; beyond its own context all are, and nothing is run.
     """
 
@@ -175,21 +188,12 @@ class Translated(Target):
         self._theirs = torch.tensor(list(shared.values()), device=model.device)  # [S]
         self._spelled: dict[int, tuple[int, ...]] = {mine: (theirs,) for mine, theirs in shared.items()}
         self._by_text = {text: i for i, text in sorted(overlap.drafter.items(), reverse=True) if text and i < model.vocab_size}
-        self._longest = max(map(len, self._by_text))
 
     def spell(self, token: int) -> tuple[int, ...]:
-        """The drafter's ids for a token of the target; at least one."""
+        """The drafter's ids for a token of the target, as few as can be; at least one."""
         if token not in self._spelled:
-            text, pieces, at = self.overlap.target.get(token, b""), [], 0
-            while at < len(text):
-                ends = range(min(len(text), at + self._longest), at, -1)
-                end = next((end for end in ends if text[at:end] in self._by_text), None)
-                if end is None:  # it has no token for this byte
-                    at += 1
-                else:
-                    pieces.append(self._by_text[text[at:end]])
-                    at = end
-            self._spelled[token] = tuple(pieces) or (min(self.inner.eos, default=0),)  # something must stand there
+            pieces = _fewest(self.overlap.target.get(token, b""), self._by_text)
+            self._spelled[token] = pieces or (min(self.inner.eos, default=0),)  # something must stand there
         return self._spelled[token]
 
     def open(self, like: Slot | None = None, length: int = 0) -> Slot:
@@ -253,8 +257,7 @@ class Translated(Target):
         assert logits is not None
         last = torch.tensor([own[-1] for own in rows], device=logits.device)
         mine = logits.new_full((len(rows), self.vocab_size), -math.inf)
-        mine[:, self._mine] = logits[last[:, None], self._theirs]
-        return mine
+        return mine.index_copy_(1, self._mine, logits[last].index_select(1, self._theirs))
 
     def _wider(self, tree: DraftTree) -> tuple[DraftTree, list[list[int]]]:
         """The tree in the drafter's ids, each node a chain of what spells it, and the rows of each node."""
