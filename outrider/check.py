@@ -49,6 +49,7 @@ A later hand has added prices in pencil (cod 4d, herring 1d, eel 6d) and the wor
 class Costs:
     """Median milliseconds. rows: of a pass of the target over so many rows. draft: of proposing the first token; step: of each
     further one. context: tokens before them. proposed: how many tokens the drafter proposed on average, by how many were asked for.
+    most: tokens that it can draft on a path.
     """
 
     context: int
@@ -56,6 +57,7 @@ class Costs:
     draft: float
     step: float
     proposed: dict[int, float] = field(default_factory=dict)
+    most: int = DRAFTS[-1]
 
     def target(self, n: int) -> float:
         """A pass over n rows, between measured numbers of rows by a straight line."""
@@ -74,9 +76,14 @@ class Costs:
         """Expected speed over plain decoding when each drafted token is accepted with probability `rate`."""
         return (1 - rate ** (k + 1)) / (1 - rate) / ((self.target(k + 1) + self.drafting(k)) / self.target(1))
 
+    @property
+    def lengths(self) -> list[int]:
+        """The draft lengths to compare."""
+        return [k for k in DRAFTS if k <= self.most]
+
     def best(self, rate: float) -> tuple[int, float]:
         """The best draft length at this acceptance rate, and its expected speed-up."""
-        gain, k = max((self.speedup(rate, k), -k) for k in DRAFTS)
+        gain, k = max((self.speedup(rate, k), -k) for k in self.lengths)
         return -k, gain
 
     @property
@@ -103,7 +110,8 @@ def measure(target: Target, drafter: Drafter, context: int, rows: Sequence[int] 
     finally:
         close_sequence(target, sequence)
     step = max(0.0, (all_of_them - first) / (some - few)) if some > few else 0.0
-    return Costs(context, costs, first, step, dict(zip(ASKED, (few, some))))
+    most = DRAFTS[-1] if drafter.most_depth is None else min(drafter.most_depth, DRAFTS[-1])
+    return Costs(context, costs, first, step, dict(zip(ASKED, (few, some))), most)
 
 
 def text_tokens(target: Target, context: int, more: int) -> tuple[list[int], list[int]]:
@@ -238,7 +246,7 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
             "drafter": chosen(own) if own else [],
         },
         "costs_ms": {**asdict(costs), "rows_relative": {n: costs.target(n) / costs.target(1) for n in costs.rows}},
-        "speedup": {rate: {k: costs.speedup(rate, k) for k in DRAFTS} for rate in rates},
+        "speedup": {rate: {k: costs.speedup(rate, k) for k in costs.lengths} for rate in rates},
         "best": {rate: costs.best(rate) for rate in rates},
         "break_even": None if silent else costs.break_even(),
         "verdict": verdict(costs, drafter.name),

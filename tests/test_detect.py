@@ -120,7 +120,9 @@ def test_check_says_what_it_found(tmp_path: Path, kind: str) -> None:
     source = published.write(tmp_path / kind, kind, published.config_of(kind, 3), published.tensors_of(kind, module))
     result = call("check", t.name, source, "--context", 16, "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)["drafter"]
+    everything = json.loads(result.stdout)
+    found = everything["drafter"]
+    assert all(list(by_length) == ["1", "2", "3"] for by_length in everything["speedup"].values()), "there are three heads"
     assert found["name"] == kind.split("-")[0] and found["weights"]["heads"] == 3
     assert found["weights"]["dialect"] == detect(source).dialect
     if kind != "medusa":

@@ -46,7 +46,7 @@ def check_equal(t: Any, prompts: Any, drafter: Any, name: str, ledger: Ledger, n
 
 
 @here
-@pytest.mark.parametrize(("kind", "options"), zip(("hydra", "medusa"), SHAPES))
+@pytest.mark.parametrize(("kind", "options"), list(zip(("hydra", "medusa"), SHAPES)))
 def test_smollm2(kind: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Heads as their training begins."""
     t, prompts = smol()

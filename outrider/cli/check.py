@@ -15,7 +15,9 @@ from .session import check_early, on_stdout, open_drafter, open_target, print_js
 def check(
     loading: Loading,
     target: Annotated[str, Argument(help="Target: a packaged model's name, a folder, a hub id.")] = "smollm2",
-    drafter: Annotated[str, Argument(help="Drafter: a name from `outrider drafters`, or a smaller model.")] = "suffix",
+    drafter: Annotated[
+        str, Argument(help="Drafter: a name from `outrider drafters`, or the folder or hub id of a model or of heads.")
+    ] = "suffix",
     context: Annotated[int, Option(min=2, help="Tokens before the measured ones.")] = 128,
     draft: Annotated[int, Option(min=1, help="Draft length for the memory of logits.")] = 8,
     json: Annotated[bool, Option("--json", help="One JSON object on stdout.")] = False,

@@ -22,7 +22,12 @@ TargetOption = Annotated[
 ]
 DrafterOption = Annotated[
     str,
-    Option("-d", "--drafter", help="Drafter: a name from `outrider drafters`, or a smaller model.", rich_help_panel=MODEL),
+    Option(
+        "-d",
+        "--drafter",
+        help="Drafter: a name from `outrider drafters`, or the folder or hub id of a model or of heads.",
+        rich_help_panel=MODEL,
+    ),
 ]
 
 

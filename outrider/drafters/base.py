@@ -67,6 +67,8 @@ class Drafter(ABC):
     """Target hidden states that `observe` needs."""
     context_length: int | None = None
     """Most tokens of a sequence it can draft for; the loop draws no draft beyond it."""
+    most_depth: int | None = None
+    """Most tokens that it can draft on a path, where that is limited."""
     takes_model: ClassVar[bool] = False
     """Whether it has weights of its own: a folder or hub id that `load` gets as `source`."""
     takes_prediction: ClassVar[bool] = False

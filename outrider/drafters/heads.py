@@ -106,6 +106,7 @@ class HeadsDrafter(Drafter):
         """heads: with their weights as they were stored. facts: what `describe` says."""
         super().__init__(options)
         self.heads = heads
+        self.most_depth = len(heads)
         self.facts = facts or {}
         self._embed = target.embed
         parameters = sum(p.numel() for p in heads.parameters()) / max(len(heads), 1)
