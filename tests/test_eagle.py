@@ -106,6 +106,11 @@ def test_output_matrix_and_embeddings_from_wherever_they_are(target: Any, tmp_pa
     head = load(target, eagles.write(tmp_path / "b", "specforge", {**config, "tie_word_embeddings": True}, tied)).head
     assert torch.equal(head.logits(states), head.norm(states) @ table.double().T)
     assert torch.equal(head.embed([7, 3]), table.double()[[7, 3]])
+    folder = eagles.write(tmp_path / "d", "specforge", {**config, "tie_word_embeddings": True}, tensors)
+    assert "tie_word_embeddings" in refusal(target, folder)
+    own = tiny_target("llama", tie_word_embeddings=True)
+    head = load(own, folder).head
+    assert torch.equal(head.logits(states), own.head(head.norm(states)))
     padded = {**eagles.make("specforge")[1]}
     padded["lm_head.weight"] = torch.randn(128, 32)
     assert load(target, eagles.write(tmp_path / "c", "specforge", config, padded)).head.logits(states).shape == (3, 101)
@@ -529,6 +534,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "layer 8"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "x"]}}, "'x'"),
     ({"eagle_config": [1]}, "eagle_config"),
+    ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
 ]
 
 

@@ -11,6 +11,7 @@ from test_real_models import QUESTIONS, SMOL, TARGET, ask, here, load, qwen
 from ties import Ledger
 from toys import plain, run
 
+from outrider import kernels
 from outrider.drafters.eagle import EagleDrafter, EagleOptions
 from outrider.sampling import SamplingParams
 from outrider.tree import DraftTree
@@ -64,6 +65,7 @@ def check_accepted(t: Any, head: Any, prompt: list[int], wanted: Any) -> None:
 @here
 def test_an_overfitted_head_is_accepted(smol: Any) -> None:
     t, prompts, wanted, head = smol
+    assert any(isinstance(part, kernels.Packed) for part in head.modules()) == (kernels.VARIANT != "off")
     check_accepted(t, head, prompts[1], wanted[1])
 
 

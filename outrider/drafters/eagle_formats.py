@@ -159,6 +159,8 @@ def _layers(checkpoint: Checkpoint, dialect: str, target: Target, options: Eagle
             f"{checkpoint.folder}: tensor fc.weight takes {width} inputs, which is no multiple of the {target.hidden_size} of a hidden "
             f"state of {target.name}: the head was made for another target"
         )
+    if (said := checkpoint.value("num_aux_hidden_states", int, count)) != count:
+        raise LoadError(f"{checkpoint.folder}: num_aux_hidden_states is {said}, but tensor fc.weight takes {count} states")
     inner = replace(checkpoint, config=checkpoint.value("eagle_config", dict, {}), asked=set())
     _refuse_unknown(inner, EAGLE_CONFIG_KEYS, options, "eagle_config.")
     if not inner.value("use_aux_hidden_state", bool, True):

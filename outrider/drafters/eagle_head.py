@@ -187,6 +187,11 @@ class Eagle3Head(EagleHead):
                 f"{checkpoint.folder} has no lm_head.weight, and the head is {self.width} wide, so it cannot use the output matrix of "
                 f"{target.name}, which takes {target.hidden_size}"
             )
+        elif checkpoint.value("tie_word_embeddings", bool, False) and not _is_tied(target):
+            raise LoadError(
+                f"{checkpoint.folder}: tie_word_embeddings makes the output matrix the embeddings, but it has none, and those of "
+                f"{target.name} are not its output matrix"
+            )
 
     def _set_vocabulary(self, checkpoint: Checkpoint, offsets: Tensor, known: Tensor | None) -> None:
         ids = torch.arange(len(offsets)) + offsets.long()
@@ -236,6 +241,13 @@ def _body(recipe: Recipe, checkpoint: Checkpoint) -> Any:
     body.set_input_embeddings(nn.Identity())
     body.norm = nn.Identity()
     return body
+
+
+def _is_tied(target: Target) -> bool:
+    """Whether the target's output matrix is that of its embeddings."""
+    some = target.embed([0, 1, 2])
+    logits, products = target.head(some)[:, :3], some @ some.T
+    return bool(torch.allclose(logits, products, rtol=0.01, atol=0.01 * float(products.abs().max())))
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, name_of: Any) -> None:
