@@ -11,7 +11,7 @@ from typing import Sequence as Many
 from .decode import Fixed, Pace, Sequence, close_sequence, decode, find_rule, open_sequence
 from .drafters import Drafter, load_drafter
 from .errors import LogitsError, ParameterError, PromptError
-from .models import load_target
+from .models import GGUF_ONLY, load_target, target_loading
 from .sampling import SamplingParams
 from .targets.base import Target
 from .text import Message
@@ -284,21 +284,26 @@ def load(
 ) -> Engine:
     """An Engine for `target` with `drafter`.
 
-    target: a packaged model's name, a folder, a hub id, or a Target. drafter: a name of the table (`outrider drafters`), the
-    path or hub id of a smaller model, a Drafter, or None for plain decoding; options: its own. draft, accept: as `Engine`
-    has them. loading: ``device``, ``dtype``, ``device_map``, ``trust_remote_code``, ``revision``, as
-    `TransformersTarget.load` takes them.
+    target: a packaged model's name, a folder, a hub id, a GGUF file, or a Target. drafter: a name of the table
+    (`outrider drafters`), the path or hub id of a smaller model, a Drafter, or None for plain decoding; options: its own.
+    draft, accept: as `Engine` has them. loading: ``device``, ``dtype``, ``device_map``, ``trust_remote_code``, ``revision``,
+    ``gguf_library``, ``gguf``, as `load_target` takes them.
     """
     if not isinstance(target, Target):
-        target = load_target(target, **loading)
+        target = load_target(target, **target_loading(target, _models_of(drafter, options), loading))
     elif loading:
         raise ParameterError(f"{', '.join(loading)}: the target is loaded already")
     if not isinstance(drafter, Drafter):
-        passed = {name: loading[name] for name in ("device", "dtype", "trust_remote_code") if name in loading}
+        passed = {name: loading[name] for name in ("device", "dtype", "trust_remote_code", *GGUF_ONLY) if name in loading}
         drafter = load_drafter(drafter or "none", target, options, **passed)
     elif options:
         raise ParameterError("options: the drafter is made already")
     return Engine(target, drafter, draft, accept)
+
+
+def _models_of(drafter: Any, options: Mapping[str, Any] | None) -> list[str]:
+    """What may name a draft model."""
+    return [name for name in (drafter, (options or {}).get("model")) if isinstance(name, str)]
 
 
 def _params(params: Any, values: dict[str, Any]) -> Any:

@@ -17,6 +17,10 @@ class LoadError(OutriderError):
     """A model, drafter or file cannot be loaded."""
 
 
+class CacheError(OutriderError):
+    """The target's KV cache has no room for what is to be computed; everything that it holds is as it was."""
+
+
 class LogitsError(OutriderError):
     """The target returned logits that are not a distribution (NaN, +inf, or everything masked)."""
 

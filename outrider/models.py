@@ -12,10 +12,11 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Mapping, Sequence
 
-from .errors import LoadError
+from .errors import LoadError, ParameterError
 from .files import cache_directory
+from .options import fill
 from .targets.base import Target
 
 
@@ -149,10 +150,65 @@ def _convert(gguf: Path, place: Path) -> None:
                 raise
 
 
-def load_target(source: str, **loading: Any) -> Target:
-    """The target called `source`: a packaged model's name, a folder, a hub id. loading: as `TransformersTarget.load` takes."""
-    from .targets.transformers import TransformersTarget
+GGUF_ONLY = ("gguf_library", "gguf")
+TRANSFORMERS_ONLY = {"dtype": "auto", "device_map": None, "revision": None}
 
-    target = TransformersTarget.load(str(get(source)) if source in PACKAGED else source, **loading)
+
+def load_target(source: str, gguf_library: str = "auto", gguf: Mapping[str, Any] | None = None, **loading: Any) -> Target:
+    """The target called `source`: a packaged model's name, a folder, a hub id, a GGUF file.
+
+    gguf_library: what runs a GGUF file: ``auto``, ``ik``, ``llama.cpp``; ``transformers`` makes plain floats of it. gguf: fields
+    of `Placement` by name, as values or as text. loading: as `TransformersTarget.load` takes them; of a GGUF file, `device` only.
+    Raises ParameterError for what does not apply to this source.
+    """
+    from .targets.gguf import is_gguf
+
+    if is_gguf(source) and gguf_library != "transformers":
+        target: Target = _load_gguf(source, gguf_library, gguf or {}, **loading)
+    else:
+        if gguf_library not in ("auto", "transformers") or gguf:
+            raise ParameterError(f"the GGUF library and its parameters are for GGUF files run by it; {source} is not")
+        from .targets.transformers import TransformersTarget
+
+        target = TransformersTarget.load(str(get(source)) if source in PACKAGED else source, **loading)
     target.name = source
     return target
+
+
+def _load_gguf(
+    source: str,
+    library: str,
+    values: Mapping[str, Any],
+    device: str = "auto",
+    trust_remote_code: bool = False,  # a GGUF file brings no code, so there is nothing to forbid
+    **loading: Any,
+) -> Target:
+    from .targets.gguf import GgufTarget
+    from .targets.llama.placement import Placement
+
+    for name, value in loading.items():
+        if name not in TRANSFORMERS_ONLY:
+            raise ParameterError(f"unknown parameter {name!r} for loading a model")
+        if value != TRANSFORMERS_ONLY[name]:
+            raise ParameterError(
+                f"{name} does not apply to {source}: a GGUF file is run as it is; with gguf_library 'transformers' it becomes plain floats"
+            )
+    return GgufTarget.load(source, library, device, fill(Placement, values, "a GGUF model", "parameter"))
+
+
+def shared_loading(source: str, loading: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a target's `loading` also goes for a drafter's model `source`: where and how it runs, as far as it applies."""
+    from .targets.gguf import is_gguf
+
+    names = ("device", "dtype", "trust_remote_code", *GGUF_ONLY)
+    runs_as_gguf = is_gguf(source) and loading.get("gguf_library") != "transformers"
+    return {n: loading[n] for n in names if n in loading and n not in (TRANSFORMERS_ONLY if runs_as_gguf else GGUF_ONLY)}
+
+
+def target_loading(source: str, drafters: Sequence[str], loading: Mapping[str, Any]) -> dict[str, Any]:
+    """`loading` for the target, where parameters of a GGUF file may be meant for a drafter alone."""
+    from .targets.gguf import is_gguf
+
+    if any(map(is_gguf, drafters)) and not is_gguf(source):
+        return {name: value for name, value in loading.items() if name not in GGUF_ONLY}
+    return dict(loading)

@@ -172,7 +172,7 @@ def opened(
     """For each batch size the engines of one target, and the prompts as it takes them. Models are loaded once."""
     from ..engine import Engine
 
-    model = open_target(target, loading)
+    model = open_target(target, loading, [c.drafter for c in unique_drafters(sizes[0])])
     done.manifest["models"][target] = model.describe()
     ready = [(as_prompt(model, prompt.text, raw), prompt.category) for prompt in asked]
     drafters = {c.drafter: open_drafter(c.drafter, model, dict(c.options), loading) for c in unique_drafters(sizes[0])}

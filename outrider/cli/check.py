@@ -25,7 +25,7 @@ def check(
     """Say whether target and drafter fit, what rows and drafts cost here, and what speed-up to expect, or why none."""
     options = loading.options()
     check_early(drafter, options)
-    model = open_target(target, loading)
+    model = open_target(target, loading, [drafter])
     opened = open_drafter(drafter, model, options, loading)
     from ..check import check as measure
 

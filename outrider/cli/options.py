@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 MODEL, SAMPLING, OUTPUT = "The models", "Sampling", "Output"
 TargetOption = Annotated[
-    str, Option("-t", "--target", help="Target: a packaged model's name, a folder, a hub id.", rich_help_panel=MODEL)
+    str,
+    Option("-t", "--target", help="Target: a packaged model's name, a folder, a hub id, a GGUF file.", rich_help_panel=MODEL),
 ]
 DrafterOption = Annotated[
     str,
@@ -55,20 +56,24 @@ class Loading:
     revision: Annotated[str | None, Option(help="Branch, tag or commit of the target on the hub.", rich_help_panel=MODEL)] = (
         None
     )
+    gguf_library: Annotated[
+        str, Option(help="What runs GGUF files: auto, ik, llama.cpp, or transformers as floats.", rich_help_panel=MODEL)
+    ] = "auto"
+    gguf: Annotated[
+        list[str],
+        Option(
+            "-g", "--gguf", metavar="NAME=VALUE", help="Where and how GGUF files run (docs/gguf.md).", rich_help_panel=MODEL
+        ),
+    ] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `load_target`."""
-        return {name: getattr(self, name) for name in ("device", "dtype", "trust_remote_code", "revision")}
+        plain = {name: getattr(self, name) for name in ("device", "dtype", "trust_remote_code", "revision", "gguf_library")}
+        return {**plain, "gguf": named_values(self.gguf, "a parameter of GGUF files", "-g")}
 
     def options(self) -> dict[str, str]:
         """The drafter's options by name."""
-        made = {}
-        for text in self.option:
-            name, equals, value = text.partition("=")
-            if not name or not equals:
-                raise ParameterError(f"an option of the drafter is written -o name=value; got {text!r}")
-            made[name] = value
-        return made
+        return named_values(self.option, "an option of the drafter", "-o")
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,17 @@ def _parameters(cls: type) -> list[inspect.Parameter]:
     for f in dataclasses.fields(cls):
         default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         made.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[f.name]))
+    return made
+
+
+def named_values(texts: Sequence[str], what: str, flag: str) -> dict[str, str]:
+    """Names and values from ``name=value``."""
+    made = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ParameterError(f"{what} is written {flag} name=value; got {text!r}")
+        made[name] = value
     return made
 
 

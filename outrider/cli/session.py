@@ -99,15 +99,15 @@ def waiting(what: str) -> ContextManager[Any]:
     return on_stderr().status(what) if sys.stderr.isatty() else nullcontext()
 
 
-def open_target(source: str, loading: Loading) -> Target:
-    """The target, loaded; what takes long is announced."""
+def open_target(source: str, loading: Loading, drafters: Sequence[str] = ()) -> Target:
+    """The target, loaded; what takes long is announced. drafters: what will draft for it."""
     quiet()
-    from ..models import PACKAGED, get, load_target
+    from ..models import PACKAGED, get, load_target, target_loading
 
     if source in PACKAGED:
         get(source, say)
     with waiting(f"loading {source}"):
-        return load_target(source, **loading.arguments())
+        return load_target(source, **target_loading(source, drafters, loading.arguments()))
 
 
 def open_drafter(name: str, target: Target, options: dict[str, str], loading: Loading) -> Drafter:
@@ -127,7 +127,7 @@ def open_engine(pair: Pair, loading: Decoding) -> Engine:
     check_early(pair.drafter, options, loading.accept)
     from ..engine import Engine
 
-    target = open_target(pair.target, loading)
+    target = open_target(pair.target, loading, [pair.drafter, options.get("model", "")])
     return Engine(target, open_drafter(pair.drafter, target, options, loading), pair.draft, loading.accept)
 
 

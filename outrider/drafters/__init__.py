@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import types
-import typing
 from dataclasses import dataclass
 from typing import Any, Mapping
 
 from ..errors import LoadError, ParameterError
+from ..options import fill
 from ..targets.base import Target
 from .base import Ask, Budget, Drafter, NoDrafter, Options, State
 
@@ -117,38 +115,7 @@ TABLE: dict[str, Entry] = {
 
 def make_options(cls: type[Options], values: Mapping[str, Any], drafter: str) -> Options:
     """Options from names and values; strings, as the command line has them, become what the field's type says."""
-    hints = typing.get_type_hints(cls)
-    known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-    made = {}
-    for name, value in values.items():
-        if name not in known:
-            allowed = f"it has {', '.join(known)}" if known else "it has none"
-            raise ParameterError(f"the drafter {drafter!r} has no option {name!r}; {allowed}")
-        made[name] = _convert(name, value, known[name])
-    return cls(**made)
-
-
-def _convert(name: str, value: Any, wanted: Any) -> Any:
-    optional = typing.get_origin(wanted) in (types.UnionType, typing.Union)
-    (kind,) = [t for t in typing.get_args(wanted) if t is not type(None)] if optional else [wanted]
-    if value is None and optional:
-        return None
-    origin = typing.get_origin(kind) or kind
-    try:
-        if not isinstance(value, str) or origin is str:
-            return float(value) if origin is float else value
-        if origin is bool:
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
-        if origin is tuple:
-            return tuple(_item(part, typing.get_args(kind)[0]) for part in value.replace(",", " ").split())
-        return origin(value)
-    except (KeyError, ValueError, TypeError):
-        raise ParameterError(f"option {name} must be {origin.__name__}; got {value!r}") from None
-
-
-def _item(text: str, kind: Any) -> Any:
-    """One item of a list: a number, or several joined by dots."""
-    return tuple(int(part) for part in text.split(".")) if typing.get_origin(kind) is tuple else kind(text)
+    return fill(cls, values, f"the drafter {drafter!r}", "option")
 
 
 def find_drafter(name: str, options: Mapping[str, Any]) -> tuple[str, str | None, dict[str, Any], str]:

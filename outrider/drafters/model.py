@@ -93,9 +93,10 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> ModelDrafter:
-        from ..models import load_target
+        from ..models import load_target, shared_loading
 
         assert source is not None
+        loading = shared_loading(source, loading)
         loading |= {name: value for name in ("device", "dtype") if (value := getattr(options, name)) is not None}
         model = load_target(source, **loading)
         model = in_words_of(target, model)

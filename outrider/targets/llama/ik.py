@@ -1,0 +1,94 @@
+"""ik_llama.cpp through ik-llama-cpp-python: a fork of 2024's llama.cpp with faster CPU kernels for several rows."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_bool, c_int, c_int32, c_void_p
+from typing import Any, ClassVar
+
+from ...errors import ParameterError
+from .library import Library
+from .placement import Placement
+
+UNUSED = 1 << 1  # of the attributes of a token
+DEFRAGMENT_FROM = 0.1
+FLASH_TYPES = ("f16", "q8_0", "q4_0", "q4_1", "iq4_nl")
+"""Cache types that its flash attention takes on a CPU; with any other it ends the process."""
+PLAIN_TYPES = {"cache_type_k": (*FLASH_TYPES, "f32", "bf16"), "cache_type_v": ("f16",)}
+
+
+class IkLibrary(Library):
+    title = "ik_llama.cpp"
+    package = "ik-llama-cpp-python"
+    symbols: ClassVar = {
+        "model_free": "llama_free_model",
+        "model_n_layer": "llama_n_layer",
+        "model_n_ctx_train": "llama_n_ctx_train",
+        "tokenize": "llama_vocab_tokenize",
+        "token_to_piece": "llama_token_to_piece_vocab",
+    }
+
+    def __init__(self) -> None:
+        from ik_llama_cpp import _ctypes_api as binding
+
+        super().__init__(binding, binding._lib)
+        place = (c_void_p, c_int32, c_int32, c_int32)
+        self._rm = self.bind("llama_kv_cache_seq_rm", c_bool, place)
+        self._cp = self.bind("llama_kv_cache_seq_cp", None, (c_void_p, c_int32, c_int32, c_int32, c_int32))
+        self._attributes = self.bind("llama_token_get_attr", c_int, (c_void_p, c_int32))
+        self._defragment = self.bind("llama_kv_cache_defrag", None, (c_void_p,))
+        self._update = self.bind("llama_kv_cache_update", c_int32, (c_void_p,))
+
+    def check(self, placement: Placement) -> None:
+        super().check(placement)
+        flash = self._flash_attention(placement)
+        for name, plain in PLAIN_TYPES.items():
+            allowed = FLASH_TYPES if flash else plain
+            if not self.has_gpu and (kind := getattr(placement, name)) not in allowed:
+                state = "with" if flash else "without"
+                raise ParameterError(
+                    f"{name}: {self.title} on a CPU has no {kind} {state} flash attention; it has {', '.join(allowed)}"
+                )
+
+    def _flash_attention(self, placement: Placement) -> bool:
+        if placement.flash_attention is not None:
+            return placement.flash_attention
+        return self.has_gpu or {placement.cache_type_k, placement.cache_type_v} <= set(FLASH_TYPES)
+
+    def model_params(self, placement: Placement) -> Any:
+        params = self.binding.llama_model_default_params()
+        params.n_gpu_layers = self.gpu_layers(placement)
+        if placement.main_gpu is not None:
+            params.main_gpu, params.split_mode = placement.main_gpu, 0
+        params.use_mmap = placement.mmap
+        params.use_mlock = placement.mlock
+        params.repack_tensors = placement.repack
+        params.kept = self.overrides(placement)
+        params.tensor_buft_overrides = ctypes.cast(params.kept, c_void_p) if params.kept else None
+        return params
+
+    def context_params(self, placement: Placement, cells: int, on_tensor: Any) -> Any:
+        params = self.binding.llama_context_default_params()
+        params.n_ctx = cells
+        params.n_batch, params.n_ubatch = placement.n_batch, placement.n_ubatch
+        params.n_seq_max = placement.n_seq_max
+        params.n_threads, params.n_threads_batch = placement.threads, placement.threads_batch
+        params.type_k, params.type_v = placement.cache_type("k"), placement.cache_type("v")
+        params.defrag_thold = DEFRAGMENT_FROM  # its cells must be free side by side, and trees leave holes
+        params.flash_attn = self._flash_attention(placement)
+        if on_tensor is not None:
+            params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
+        return params
+
+    def seq_rm(self, context: int, sequence: int, begin: int, end: int) -> None:
+        self._rm(context, sequence, begin, end)
+
+    def seq_cp(self, context: int, source: int, destination: int, begin: int, end: int) -> None:
+        self._cp(context, source, destination, begin, end)
+
+    def is_unused(self, vocabulary: int, model: int, token: int) -> bool:
+        return bool(self._attributes(model, token) & UNUSED)
+
+    def defragment(self, context: int) -> bool:
+        self._defragment(context)
+        return self._update(context) == 0

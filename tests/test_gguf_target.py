@@ -1,0 +1,150 @@
+"""Cache truth of the GGUF target, with every llama.cpp library that is installed, on tiny files written here."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_gguf import write_gguf
+from toys import letters, tiny_model
+
+from outrider.targets import llama
+from outrider.targets.gguf import GgufTarget
+from outrider.targets.llama.placement import Placement
+from outrider.tree import DraftTree
+
+FOLDER = Path(tempfile.mkdtemp(prefix="outrider-gguf-"))
+LIBRARIES = llama.installed()
+if not LIBRARIES:
+    pytest.skip("no llama.cpp library is installed: pip install 'outrider[gguf]'", allow_module_level=True)
+every_library = pytest.mark.parametrize("library", LIBRARIES)
+LENGTH = 44
+EXACT = 1e-4
+"""On float32 files: rows computed one by one against rows computed together."""
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "norm_topk_prob": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, **MOE},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@functools.cache
+def model(kind: str = "llama") -> Any:
+    return tiny_model(kind, 0, torch.float32, 0.1, hidden_size=64, intermediate_size=96, **KINDS[kind])
+
+
+@functools.cache
+def file(kind: str = "llama") -> str:
+    return write_gguf(FOLDER / f"{kind}.gguf", model(kind))
+
+
+def precise(library: str) -> dict[str, Any]:
+    """As exact as the library gets: ik_llama.cpp keeps values in float16 at best."""
+    return {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f16" if library == "ik" else "f32"}
+
+
+@functools.cache
+def target(library: str, kind: str = "llama", **placement: Any) -> GgufTarget:
+    return GgufTarget.load(file(kind), library, placement=Placement(**{**precise(library), **placement}))
+
+
+def fill(t: GgufTarget, tokens: list[int]) -> Any:
+    slot = t.open()
+    for _ in t.prefill(slot, tokens):
+        pass
+    return slot
+
+
+def bushy(text: list[int], at: int, n: int) -> tuple[DraftTree, list[int]]:
+    """A tree below ``text[at]`` whose last child at each depth is right, and the nodes of the right path."""
+    tokens, parents, right = [text[at]], [-1], [0]
+    for token in text[at + 1 : at + n]:
+        for guess in ((token + 7) % 100, (token + 13) % 100, token):
+            tokens.append(guess)
+            parents.append(right[-1])
+        tokens.append(3)  # a grandchild on a wrong branch, between the right nodes
+        parents.append(len(tokens) - 4)
+        right.append(len(tokens) - 2)
+    return DraftTree(tuple(tokens), tuple(parents)), right
+
+
+def one_by_one(t: GgufTarget, tokens: list[int], after: int) -> torch.Tensor:
+    """Logits of every row from `after` on, each in a pass of its own."""
+    slot = fill(t, tokens[:after])
+    rows = []
+    for token in tokens[after:]:
+        (output,) = t.forward([(slot, DraftTree.chain(token))])
+        rows.append(output.logits[0].clone())
+        t.commit(slot, (0,))
+    t.close(slot)
+    return torch.stack(rows)
+
+
+@every_kind
+@every_library
+def test_trees_are_their_paths_and_commits_are_prefills(library: str, kind: str) -> None:
+    """Every path of a tree as a chain of single rows; after every commit, what a fresh prefill gives. Two slots at once."""
+    t = target(library, kind)
+    text = letters(model(kind), LENGTH)
+    slot, other = fill(t, text[:9]), fill(t, text[:30])
+    at = 9
+    for n in itertools.cycle((4, 1, 3, 2)):
+        if at + n > LENGTH - 1:
+            break
+        tree, right = bushy(text, at, n)
+        mine, theirs = t.forward([(slot, tree), (other, DraftTree.chain(text[30], [5, 6]))])
+        mine_logits, theirs_logits = mine.logits.clone(), theirs.logits.clone()
+        assert (mine.start, theirs.start) == (at, 30)
+        t.commit(slot, right)
+        t.commit(other, ())
+        for node in range(len(tree)):
+            path = [text[at], *tree.path_tokens(node)]
+            wanted = one_by_one(t, [*text[:at], *path], at)
+            assert (mine_logits[list(tree.path(node))] - wanted).abs().max() < EXACT
+        assert (theirs_logits - one_by_one(t, [*text[:30], text[30], 5, 6], 30)).abs().max() < EXACT
+        at += n
+        (output,) = t.forward([(slot, DraftTree.chain(text[at]))])
+        after = output.logits[0].clone()
+        t.commit(slot, ())
+        fresh = fill(t, text[:at])
+        (output,) = t.forward([(fresh, DraftTree.chain(text[at]))])
+        assert (after - output.logits[0]).abs().max() < EXACT
+        t.close(fresh)
+    assert slot.length == at > 30
+    t.close(slot)
+    t.close(other)
+    assert t.open_slots == 0 and len(t._free) == t.placement.n_seq_max
+
+
+@every_kind
+@every_library
+def test_is_what_transformers_computes(library: str, kind: str) -> None:
+    """Logits and hidden states against transformers on the same weights; the rest of the difference is the cache's float16."""
+    t = target(library, kind)
+    text = letters(model(kind), LENGTH)
+    with torch.no_grad():
+        out = model(kind)(torch.tensor([text]), output_hidden_states=True)
+    layers = (0, 1, t.n_layers - 1, t.n_layers, "final")
+    slot = t.open()
+    found = list(t.prefill(slot, text[:20], layers, logits=True))
+    tree = DraftTree.chain(text[20], text[21:])
+    found += t.forward([(slot, tree)], layers)
+    t.commit(slot, ())
+    t.close(slot)
+    wanted = {key: out.hidden_states[key][0] for key in layers[:3]} | {"final": out.hidden_states[-1][0]}
+    limit = 2e-2 if library == "ik" else 2e-3
+    for output in found:
+        rows = slice(output.start, output.start + len(output.hidden["final"]))
+        for key, states in wanted.items():
+            assert (output.hidden[key] - states[rows]).abs().max() < limit * states.abs().max(), key
+    logits = torch.cat([found[-1].logits])
+    assert (logits - out.logits[0, 20:]).abs().max() < limit * out.logits.abs().max()
