@@ -148,3 +148,16 @@ def test_is_what_transformers_computes(library: str, kind: str) -> None:
             assert (output.hidden[key] - states[rows]).abs().max() < limit * states.abs().max(), key
     logits = torch.cat([found[-1].logits])
     assert (logits - out.logits[0, 20:]).abs().max() < limit * out.logits.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_1", "Q4_0", "Q8_0"])
+@every_library
+def test_many_rows_are_computed_as_few(library: str, kind: str) -> None:
+    """ik_llama.cpp computes garbage for some quantised types from 32 rows on; the target keeps it from doing so."""
+    path = write_gguf(FOLDER / f"{kind}.gguf", model(), quantisation=kind)
+    t = GgufTarget.load(path, library)
+    text = letters(model(), 41)
+    slot = fill(t, text[:40])
+    (output,) = t.forward([(slot, DraftTree.chain(text[40]))])
+    many = output.logits[0].clone()
+    assert (many - one_by_one(t, text, 1)[-1]).norm() < 0.02 * many.norm()

@@ -35,11 +35,18 @@ INNER = {
 
 
 def write_gguf(
-    path: str | Path, model: Any, tokenizer: Any = None, eos: int | None = 0, template: str | None = None, padding: int = 0
+    path: str | Path,
+    model: Any,
+    tokenizer: Any = None,
+    eos: int | None = 0,
+    template: str | None = None,
+    padding: int = 0,
+    quantisation: str | None = None,
 ) -> str:
     """A transformers model as a float32 GGUF file; returns its path.
 
     tokenizer: a byte-level BPE of transformers, or None for a file without a vocabulary. padding: tokens that only fill up.
+    quantisation: of the matrices.
     """
     config = model.config
     architecture = ARCHITECTURE.get(config.model_type, config.model_type)
@@ -66,7 +73,12 @@ def write_gguf(
     if template:
         writer.add_chat_template(template)
     for name, weights in _tensors(model, padding).items():
-        writer.add_tensor(name, weights.to(torch.float32).contiguous().numpy())
+        values = weights.to(torch.float32).contiguous().numpy()
+        if quantisation is None or values.ndim < 2:
+            writer.add_tensor(name, values)
+        else:
+            kind = gguf.GGMLQuantizationType[quantisation]
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -95,6 +95,8 @@ class GgufTarget(Target):
             placed = _threads(_on_device(placement or Placement(), device, each))
             each.check(placed)
             if pointer := each.load_model(source, placed):
+                if (most := each.most_rows(pointer)) is not None:
+                    placed = replace(placed, n_ubatch=min(placed.n_ubatch, most))
                 return cls(Model(each, pointer), source, placed)
             problem = problem or f"{_explain(each.last_error())} ({each.title} {each.version})"
         raise LoadError(f"{source} cannot be loaded: {problem}")

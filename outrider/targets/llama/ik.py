@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_bool, c_int, c_int32, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
 from ...errors import ParameterError
 from .library import Library
 from .placement import Placement
 
+WRONG_TYPES, WRONG_UNLESS, RIGHT_ROWS = (3, 7), 128, 31
+"""Of Q4_1 and Q5_1 weights whose row length is no multiple of 128 it computes garbage from 32 rows on (version 0.1.5)."""
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps")
 UNUSED = 1 << 1  # of the attributes of a token
 DEFRAGMENT_FROM = 0.1
 FLASH_TYPES = ("f16", "q8_0", "q4_0", "q4_1", "iq4_nl")
@@ -37,6 +41,8 @@ class IkLibrary(Library):
         self._cp = self.bind("llama_kv_cache_seq_cp", None, (c_void_p, c_int32, c_int32, c_int32, c_int32))
         self._attributes = self.bind("llama_token_get_attr", c_int, (c_void_p, c_int32))
         self._defragment = self.bind("llama_kv_cache_defrag", None, (c_void_p,))
+        self._weight = self.bind("llama_get_model_tensor", c_void_p, (c_void_p, c_char_p))
+        self._rows = self.bind("ggml_nrows", c_int64, (c_void_p,))
         self._update = self.bind("llama_kv_cache_update", c_int32, (c_void_p,))
 
     def check(self, placement: Placement) -> None:
@@ -79,6 +85,17 @@ class IkLibrary(Library):
         if on_tensor is not None:
             params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
         return params
+
+    def most_rows(self, model: int) -> int | None:
+        names = ["output.weight", "token_embd.weight"]
+        names += [f"blk.{i}.{name}.weight" for i in range(self.model_n_layer(model)) for name in (*MATRICES, *EXPERTS)]
+        for name in names:
+            if not (weight := self._weight(model, name.encode())):
+                continue
+            kind = ctypes.cast(weight, ctypes.POINTER(c_int32))[0]  # the first member of a ggml_tensor
+            if kind in WRONG_TYPES and self.ggml_nelements(weight) // self._rows(weight) % WRONG_UNLESS:
+                return RIGHT_ROWS
+        return None
 
     def seq_rm(self, context: int, sequence: int, begin: int, end: int) -> None:
         self._rm(context, sequence, begin, end)

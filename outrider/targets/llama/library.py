@@ -137,6 +137,10 @@ class Library(ABC):
     def is_unused(self, vocabulary: int, model: int, token: int) -> bool:
         """Whether a token only fills up the vocabulary."""
 
+    def most_rows(self, model: int) -> int | None:
+        """Most rows of one computation that come out right for this model, where there is such a limit."""
+        return None
+
     def defragment(self, context: int) -> bool:
         """Move the used cells together; False where the library needs no such thing."""
         return False
