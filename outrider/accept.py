@@ -130,7 +130,9 @@ def block(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
     next token comes from p after the whole chain, else from the residual max(w_i p_i - q_i, 0).
     """
     if not tree.is_chain:
-        raise ParameterError("the accept rule 'block' is defined for chains; use 'rejection' or 'coupled' for trees")
+        raise ParameterError(
+            "the accept rule 'block' is defined for chains; use 'traversal', 'rejection' or 'coupled' for trees"
+        )
     length = len(tree) - 1
     if length == 0:
         return Decision((0,), draws.categorical(p[0]))
@@ -167,6 +169,76 @@ def _block_residual(p: Tensor, q: Tensor | None, token: int, w: float) -> Tensor
     if q is not None:
         return (w * p - q.to(p.device)).clamp(min=0)
     return (w * p).index_fill(0, torch.tensor([token], device=p.device), 0.0)
+
+
+def traversal(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
+    """Traversal verification (Weng et al. 2025): block verification carried to trees, from the leaves up.
+
+    A node's weight is min(1, w p(x)/q(x)), w its parent's weight; the anchor's is 1. The leftmost leaf is kept, with its
+    whole path, with probability of its weight w. After a refusal of child x its parent has, with R = sum max(w p - q, 0), the law
+    max(w p - q, 0) / R, the weight R / (R + 1 - w), and q without x; then its next child is looked at, and itself after the last.
+    On a chain it is `block`. Where nothing was drawn it is `rejection`, which keeps all that can be kept.
+    """
+    if tree.q is None:
+        return rejection(tree, p, draws)
+    p = p.cpu()
+    visits = [_Visit(tree, 0, 1.0, p[0])]
+    tests: list[Test] = []
+    while True:
+        here = visits[-1]
+        if (below := here.descend(p)) is not None:
+            visits.append(below)
+            continue
+        if here.node:
+            kept = draws.bernoulli(here.weight)
+            tests.append(Test(here.node, here.weight, kept))
+            if not kept:
+                visits.pop()
+                visits[-1].refuse()
+                continue
+        return Decision(tuple(visit.node for visit in visits), draws.categorical(here.p), tuple(tests))
+
+
+class _Visit:
+    """A node on the path that `traversal` looks at, with what is left of it after the refusals of its first children."""
+
+    def __init__(self, tree: DraftTree, node: int, weight: float, p: Tensor):
+        q = tree.law(node)
+        self.tree = tree
+        self.node = node
+        self.weight = weight
+        self.p = p
+        self.q = None if q is None else q.cpu()
+        self.left = list(tree.children[node]) if weight > 0 else []  # below a weight of 0 nothing can be kept
+
+    def descend(self, p: Tensor) -> _Visit | None:
+        """The next child, if there is one that may have been drawn."""
+        if not self.left:
+            return None
+        child = self.left[0]
+        token = self.tree.tokens[child]
+        drawn_with = 1.0 if self.q is None else float(self.q[token])
+        if drawn_with <= 0:  # cannot have been drawn; what was tried before it is still exact
+            return None
+        return _Visit(self.tree, child, min(1.0, self.weight * float(self.p[token]) / drawn_with), p[child])
+
+    def refuse(self) -> None:
+        """Take note that the child last descended to was refused, with all below it."""
+        token = self.tree.tokens[self.left.pop(0)]
+        residual = _block_residual(self.p, self.q, token, self.weight)
+        mass = float(residual.sum())
+        if mass <= 0:  # at weight 1 p equals q, and a refusal had no probability; else nothing is left of this node
+            self.weight = self.weight if self.weight == 1 else 0.0
+            self.left = []
+            return
+        self.p = residual / mass
+        self.weight = mass / (mass + (1 - self.weight))
+        if self.q is not None:
+            self.q = self.q.index_fill(0, torch.tensor([token]), 0.0)
+            total = self.q.sum()
+            self.q = self.q / total
+            if total <= 0:  # nothing else could have been drawn
+                self.left = []
 
 
 def coupled(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
@@ -206,5 +278,5 @@ def q_at_tokens(tree: DraftTree) -> list[float]:
     return values
 
 
-RULES: dict[str, Rule] = {"rejection": rejection, "block": block, "coupled": coupled}
+RULES: dict[str, Rule] = {"rejection": rejection, "block": block, "traversal": traversal, "coupled": coupled}
 """The exact rules by name. Lossy ones are in `relaxed`."""

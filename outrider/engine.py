@@ -72,7 +72,7 @@ class Engine:
             find_rule(accept)
         if accept == "block" and drafter.drafts_trees:
             raise ParameterError(
-                "the accept rule 'block' is defined for chains, and this drafter draws trees; use 'rejection' or 'coupled'"
+                "the accept rule 'block' is defined for chains, and this drafter draws trees; use 'traversal', 'rejection' or 'coupled'"
             )
         self.target = target
         self.drafter = drafter
@@ -85,7 +85,7 @@ class Engine:
             return self.accept
         if params.seed is not None:
             return "coupled"
-        return "rejection" if self.drafter.drafts_trees else "block"
+        return "traversal" if self.drafter.drafts_trees else "block"
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt of any kind."""

@@ -7,9 +7,10 @@ in the order in which they were drawn.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Collection, Iterable, Iterator, Sequence
+from typing import Callable, Collection, Iterable, Iterator, Protocol, Sequence, TypeVar
 
 import numpy as np
 import torch
@@ -149,6 +150,47 @@ class Budget:
     nodes: int
     depth: int
     price: float = 0.0
+
+
+# ---- best first ----------------------------------------------------------------------------------------------------
+
+
+class Guess(Protocol):
+    """A continuation and its chance, given all before it."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def chance(self) -> float: ...
+
+
+G = TypeVar("G", bound=Guess)
+
+
+def best_first(root: G, follow: Callable[[G], Iterable[G]], nodes: int, depth: int, least: float) -> DraftTree:
+    """The likeliest nodes of all that `follow` leads to: at most `nodes`, none less likely than `least` with all on its way.
+
+    root: the anchor. follow: what may come after a guess; for drafters that know it at once. Point masses, in the order of their
+    probability.
+    """
+    tokens, parents, depths, chances = [root.token], [-1], [0], [1.0]
+    waiting: list[tuple[float, int, int, G]] = []  # minus the path's probability, serial number, parent, guess
+    serial = node = 0
+    path, guess = 1.0, root
+    while len(tokens) <= nodes:
+        for child in follow(guess) if depths[node] < depth else ():
+            if path * child.chance >= least:
+                heapq.heappush(waiting, (-path * child.chance, serial := serial + 1, node, child))
+        if not waiting:
+            break
+        negative, _, parent, guess = heapq.heappop(waiting)
+        path, node = -negative, len(tokens)
+        tokens.append(guess.token)
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        chances.append(guess.chance)
+    return DraftTree(tuple(tokens), tuple(parents), score=tuple(chances))
 
 
 # ---- static shapes -------------------------------------------------------------------------------------------------

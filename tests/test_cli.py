@@ -89,7 +89,7 @@ def test_a_seed_gives_one_text_with_any_drafter():
 
 def test_options_reach_the_drafter():
     value = json.loads(run("The bridge", "--json", "-o", "shape=tree", "-o", "max_length=2", "--draft", "6").stdout)
-    assert value["drafter"]["options"]["shape"] == "tree" and value["rule"] == "rejection"
+    assert value["drafter"]["options"]["shape"] == "tree" and value["rule"] == "traversal"
     assert len(value["stats"]["accepted_by_depth"]) <= 2
 
 

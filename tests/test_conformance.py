@@ -100,7 +100,7 @@ SAMPLED = [
 @pytest.mark.parametrize("values", GREEDY)
 def test_greedy_equals_plain(name: str, shape: str, values: dict[str, Any]) -> None:
     t = target()
-    for rule in ("rejection", "coupled", "block"):
+    for rule in ("rejection", "coupled", "block", "traversal"):
         drafter, extra = make(name, shape, t)
         if rule == "block" and drafter.drafts_trees:
             continue
@@ -210,7 +210,7 @@ def supports(t: TableTarget, prompt: Sequence[int], tokens: Sequence[int], param
 
 
 @everyone
-@pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "coupled"])
 @pytest.mark.parametrize("values", SAMPLED)
 def test_drawn_drafts_keep_the_contract(name: str, shape: str, rule: str, values: dict[str, Any]) -> None:
     t = target()

@@ -199,7 +199,9 @@ def test_parameters_that_cannot_be_honoured() -> None:
         Sequence(t, [1], SamplingParams(stop=("a",)), "block")
     found, _ = run(t, NoDrafter(), [[1]], SamplingParams(max_tokens=3))
     assert found[0].text == ""
-    with pytest.raises(ParameterError, match="unknown accept rule 'best'; exact: rejection, block, coupled; lossy: typical"):
+    with pytest.raises(
+        ParameterError, match="unknown accept rule 'best'; exact: rejection, block, traversal, coupled; lossy: typical"
+    ):
         find_rule("best")
     with pytest.raises(ParameterError, match="unknown accept rule"):
         Sequence(t, [1], SamplingParams(), "best")

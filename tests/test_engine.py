@@ -102,7 +102,7 @@ def test_parameters() -> None:
 
 def test_which_rule() -> None:
     chain, tree = engine(), engine(options={"shape": "tree"})
-    assert [e.generate("bcd", max_tokens=2).rule for e in (chain, tree)] == ["block", "rejection"]
+    assert [e.generate("bcd", max_tokens=2).rule for e in (chain, tree)] == ["block", "traversal"]
     assert [e.generate("bcd", max_tokens=2, seed=1).rule for e in (chain, tree)] == ["coupled"] * 2
     assert engine(accept="rejection").generate("bcd", max_tokens=2, seed=1).rule == "rejection"
     with pytest.raises(ParameterError, match="'block' is defined for chains"):

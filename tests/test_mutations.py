@@ -6,6 +6,7 @@ A mutant is the shipped source with one place replaced, so it follows the code; 
 from __future__ import annotations
 
 import inspect
+import itertools
 import textwrap
 from typing import Any, Callable, Iterator
 
@@ -16,6 +17,7 @@ from laws import Broken, Case, Node, check_law
 
 from outrider import accept, sampling
 from outrider.sampling import Draws, Sampler, SamplingParams
+from outrider.tree import DraftTree
 
 Mutate = Callable[..., None]
 
@@ -189,7 +191,9 @@ def stopped_after_unlikely(root: Node) -> Node:
 
 
 @pytest.mark.parametrize(
-    ("rule", "shape"), [(rule, (1,) * g) for rule in ("rejection", "block") for g in (1, 2)] + [("rejection", (2,))]
+    ("rule", "shape"),
+    [(rule, (1,) * g) for rule in ("rejection", "block", "traversal") for g in (1, 2)]
+    + [("rejection", (2,)), ("traversal", (2,)), ("traversal", (2, 1))],
 )
 def test_unlikely_draft_dropped(rule: str, shape: tuple[int, ...]) -> None:
     caught(check_law, rule, case(), shape, alter=without_unlikely)
@@ -199,15 +203,72 @@ def test_unlikely_draft_dropped(rule: str, shape: tuple[int, ...]) -> None:
 # ---- 7. siblings sorted after they were drawn ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ((2,), (3,), (2, 1), (1, 2)))
-def test_siblings_sorted(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("rule", "shape"), [("rejection", s) for s in ((2,), (3,), (2, 1), (1, 2))] + [("traversal", s) for s in ((2,), (2, 1))]
+)
+def test_siblings_sorted(rule: str, shape: tuple[int, ...]) -> None:
     def by_probability(root: Node) -> Node:
         q, children = root
         order = sorted(children, key=lambda child: -float(q[child[0]])) if q is not None else children
         return q, tuple((t, by_probability(node)) for t, node in order)
 
-    check_law("rejection", case(), shape)
-    caught(check_law, "rejection", case(), shape, alter=by_probability)
+    check_law(rule, case(), shape)
+    caught(check_law, rule, case(), shape, alter=by_probability)
+
+
+# ---- 7a. a drawn tree that is pruned after it was drawn -------------------------------------------------------------------
+
+
+def pruned(root: Node, nodes: int = 3) -> Node:
+    """The likeliest nodes under q alone, as a rerank would keep them."""
+
+    def ranked(node: Node, likely: float) -> Iterator[float]:
+        for token, below in node[1]:
+            yield likely * float(node[0][token])
+            yield from ranked(below, likely * float(node[0][token]))
+
+    least = sorted(ranked(root, 1.0), reverse=True)[nodes - 1]
+
+    def cut(node: Node, likely: float) -> Node:
+        q, children = node
+        kept = [(t, cut(below, likely * float(q[t]))) for t, below in children if likely * float(q[t]) >= least]
+        return (q if kept else None), tuple(kept)
+
+    return cut(root, 1.0)
+
+
+@pytest.mark.parametrize("rule", ("rejection", "traversal"))
+def test_a_drawn_tree_pruned(rule: str) -> None:
+    check_law(rule, case(), (2, 1))
+    caught(check_law, rule, case(), (2, 1), alter=pruned)
+    caught(check_law, rule, case(), (2, 2), alter=pruned)
+
+
+# ---- 7b. keep the longest match ----------------------------------------------------------------------------------------
+
+
+def longest_match(tree: DraftTree, p: torch.Tensor, draws: Any) -> accept.Decision:
+    """Each path of the tree is tested by itself, and the longest that is kept wins."""
+    best = accept.Decision((0,), -1)
+    leaves = [node for node in range(len(tree)) if not tree.children[node]]
+    for leaf in leaves:
+        path, kept, residual = tree.path(leaf), (0,), p[0]
+        for above, node in itertools.pairwise(path):
+            token, q = tree.tokens[node], tree.law(above)
+            if not draws.bernoulli(min(1.0, float(p[above, token] / q[token]))):
+                residual = (p[above] - q).clamp(min=0)
+                break
+            kept, residual = (*kept, node), p[node]
+        if best.next == -1 or len(kept) > len(best.path):
+            best, law = accept.Decision(kept, 0), residual
+    return accept.Decision(best.path, draws.categorical(law))
+
+
+def test_keep_the_longest_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept, "traversal", longest_match)
+    check_law("traversal", case(), (1, 1))  # on one path it is rejection
+    caught(check_law, "traversal", case(), (2,))
+    caught(check_law, "traversal", case(), (2, 1))
 
 
 # ---- 8. one stream shared by draft and acceptance ------------------------------------------------------------------------
@@ -265,13 +326,35 @@ def test_position_keyed_noise(mutate: Mutate) -> None:
         ("block", "r[kept] + 1 - w[kept]", "1.0", (1, 1), laws.drawn),
         ("block", "range(length, 0, -1)", "range(1, length + 1)", (1, 1), laws.drawn),
         ("_block_residual", "(w * p - q", "(p - q", (1, 1), laws.drawn),
+        ("_Visit.refuse", "mass / (mass + (1 - self.weight))", "min(1.0, mass)", (2, 1), laws.drawn),
+        ("_Visit.refuse", "mass / (mass + (1 - self.weight))", "min(1.0, mass)", (1, 2), laws.drawn),
+        ("_Visit.refuse", "self.weight = mass / (mass + (1 - self.weight))", "pass", (1, 1), laws.drawn),
+        ("_Visit.refuse", "self.p = residual / mass", "pass", (2,), laws.drawn),
+        ("_Visit.refuse", "self.q.index_fill(0, torch.tensor([token]), 0.0)", "self.q", (2,), laws.drawn),
+        ("_Visit.refuse", "self.q = self.q / total", "pass", (2, 1), laws.drawn),
+        (
+            "_Visit.descend",
+            "min(1.0, self.weight * float(self.p[token]) / drawn_with)",
+            "min(1.0, float(self.p[token]) / drawn_with)",
+            (1, 1),
+            laws.drawn,
+        ),
+        (
+            "_Visit.descend",
+            "min(1.0, self.weight * float(self.p[token]) / drawn_with)",
+            "self.weight * float(self.p[token]) / drawn_with",
+            (1, 1),
+            laws.drawn,
+        ),
+        ("_Visit.descend", "float(self.p[token]) / drawn_with", "float(p[self.node][token]) / drawn_with", (2,), laws.drawn),
         ("_block_residual", ".index_fill(0, torch.tensor([token], device=p.device), 0.0)", "", (1, 1), laws.chosen),
     ],
 )
 def test_faults_in_a_rule(mutate: Mutate, name: str, old: str, new: str, shape: tuple[int, ...], how: laws.How) -> None:
-    rule = "block" if "block" in name else "rejection"
+    rule = "block" if "block" in name else "traversal" if "_Visit" in name else "rejection"
     check_laws(rule, shape, how)
-    mutate(accept, name, old, new)
+    owner = accept._Visit if "." in name else accept
+    mutate(owner, name.split(".")[-1], old, new)
     caught(check_laws, rule, shape, how)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Iterator
 
 import pytest
-from toys import Bushy, Outcome, Scripted, Whatever, plain, run
+from toys import Bushy, Mixed, Outcome, Scripted, Shaped, Whatever, plain, run
 
 from outrider.errors import DraftError, PromptError
 from outrider.sampling import SamplingParams
@@ -48,7 +48,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 DRAFTERS: dict[str, tuple[type[Scripted], dict[str, Any], tuple[str, ...]]] = {
     **{f"chain, wrong at {j}": (Scripted, {"wrong_at": j}, ("block", "rejection")) for j in range(-1, DRAFT)},
     **{f"tree, wrong at {j}": (Scripted, {"wrong_at": j, "shape": "tree"}, ("rejection",)) for j in range(DRAFT)},
-    "bushy tree": (Bushy, {}, ("rejection",)),
+    "bushy tree": (Bushy, {}, ("traversal",)),
 }
 
 
@@ -135,6 +135,35 @@ def test_unequal_acceptance() -> None:
         assert found == wanted
         assert sum(r.accepted for r in rounds[0]) == 0
         assert len(rounds[2]) == 3 and sum(r.accepted for r in rounds[1]) > 0
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one node": {"widths": (1,)},
+    "a chain": {"widths": (1, 1, 1, 1)},
+    "a star": {"widths": (6,)},
+    "last of three at each depth": {"widths": (3, 3, 3)},
+    "full": {"widths": (3, 2, 2), "full": True},
+}
+
+
+@pytest.mark.parametrize("name", ["logprobs", "presence and frequency", "coupled, all"])
+def test_shapes_of_trees(name: str) -> None:
+    """The accepted path is scattered over the tree, as the last child at each depth; each sequence of the batch has its own tree."""
+    params = SamplingParams(max_tokens=LONG, ignore_eos=True, **PARAMS[name])
+    t, cases = target(), 0
+    for rule in ("coupled",) if params.temperature else ("rejection", "traversal", "coupled"):
+        wanted = [plain(t, [p], params, rule)[0] for p in PROMPTS]
+        scripts = [p + list(o.tokens) for p, o in zip(PROMPTS, wanted)]
+        for which, options in SHAPES.items():
+            found, rounds = run(t, Shaped(scripts, **options), PROMPTS, params, rule, 24)
+            assert found == wanted, which
+            deep = len(options["widths"])
+            assert all(r.accepted == min(deep, LONG - 1 - i * (deep + 1)) for own in rounds for i, r in enumerate(own)), which
+            cases += 1
+        mixed = Mixed([Shaped([script], **options) for script, options in zip(scripts, list(SHAPES.values())[2:])])
+        found, rounds = run(t, mixed, PROMPTS, params, rule, 24)
+        assert found == wanted and len({own[0].parents for own in rounds}) == 3
+    assert cases == len(SHAPES) * (1 if params.temperature else 3)
 
 
 # ---- drafters that misbehave -----------------------------------------------------------------------------------------------

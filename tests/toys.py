@@ -117,6 +117,51 @@ class Bushy(Scripted):
         return DraftTree(tuple(nodes), tuple(parents))
 
 
+class Shaped(Scripted):
+    """Trees of a given shape, the right token as the last child at each depth.
+
+    widths: siblings at each depth; those that are wrong have children only in a full tree.
+    """
+
+    def __init__(self, scripts: Sequence[Sequence[int]], widths: Sequence[int] = (2, 2, 2), full: bool = False):
+        super().__init__(scripts)
+        self.widths, self.full = widths, full
+
+    def _tree(self, state: Any, tokens: Sequence[int], length: int) -> DraftTree:
+        nodes, parents, above = [tokens[-1]], [-1], [0]
+        vocabulary = state.sampler.vocab_size
+        coming = state.script[len(tokens) : len(tokens) + min(length, len(self.widths))]
+        for token, width in zip(coming, self.widths):
+            here = []
+            for parent in above if self.full else above[-1:]:
+                for wrong in reversed(range(width)):
+                    nodes.append((token + wrong) % vocabulary)
+                    parents.append(parent)
+                    here.append(len(nodes) - 1)
+            above = here
+        return DraftTree(tuple(nodes), tuple(parents))
+
+
+class Mixed(Drafter):
+    """A drafter of its own for each sequence, in the order in which they are opened."""
+
+    name = "mixed"
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        super().__init__()
+        self._drafters = iter(drafters)
+        self._own: dict[int, Drafter] = {}
+
+    def open(self, sampler: Any) -> Any:
+        drafter = next(self._drafters)
+        state = drafter.open(sampler)
+        self._own[id(state)] = drafter
+        return state
+
+    def propose(self, work: Any) -> list[DraftTree]:
+        return [self._own[id(ask.state)].propose([ask])[0] for ask in work]
+
+
 class Whatever(Drafter):
     """Proposes what `make(tokens, budget, times asked)` returns."""
 

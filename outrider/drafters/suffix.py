@@ -9,14 +9,13 @@ drafter so far. All counts belong to one sequence; nothing passes from one to an
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Sequence
 
 from ..errors import ParameterError
 from ..sampling import Sampler
-from ..tree import Budget, DraftTree
+from ..tree import Budget, DraftTree, best_first
 from .automaton import Automaton
 from .base import Drafter, Options, State, Work
 from .lookup import IndexState
@@ -153,24 +152,13 @@ class SuffixDrafter(Drafter):
         state.catch_up(tokens)
         options, automaton = self.options, state.automaton
         most = 1 if options.shape == "chain" else FAN
-        least = max(options.min_probability, budget.price)
-        deepest = min(options.max_length, budget.depth)
-        drafted, parents, depths, chances = [tokens[-1]], [-1], [0], [1.0]
-        waiting: list[tuple[float, int, int, Guess]] = []  # minus the path's probability, serial number, parent, guess
-        serial = node = 0
-        path, at, match = 1.0, automaton.last, automaton.length[automaton.last]
+        depth = min(options.max_length, budget.depth)
         if automaton.length[automaton.repeated] < options.min_match:
-            deepest = 0
-        while len(drafted) <= budget.nodes:
-            for guess in state.continuations(at, match, most) if depths[node] < deepest else ():
-                if path * guess.chance >= least:
-                    heapq.heappush(waiting, (-path * guess.chance, serial := serial + 1, node, guess))
-            if not waiting:
-                break
-            negative, _, parent, (token, at, match, chance) = heapq.heappop(waiting)
-            path, node = -negative, len(drafted)
-            drafted.append(token)
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-            chances.append(chance)
-        return DraftTree(tuple(drafted), tuple(parents), score=tuple(chances))
+            depth = 0
+        return best_first(
+            Guess(tokens[-1], automaton.last, automaton.length[automaton.last], 1.0),
+            lambda guess: state.continuations(guess.state, guess.match, most),
+            budget.nodes,
+            depth,
+            max(options.min_probability, budget.price),
+        )
