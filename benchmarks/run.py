@@ -33,10 +33,13 @@ def main() -> None:
     small = str(get("smollm2", print))
     texts = ["--prompts", arguments.prompts] if arguments.prompts else []
     run("lookup_cost.py", "--tokenizer", small, *texts)
+    run("acceptance.py")
     run("overhead.py", small, "--name", "overhead-smollm2")
+    run("trees.py", small, "--name", "trees-smollm2")
     run("cpu_engine.py", small, "--contexts", "128,4096", "--name", "cpu-engine-smollm2")
     if arguments.target:
         run("overhead.py", arguments.target, arguments.drafter, "--name", "overhead-pair")
+        run("trees.py", arguments.target, "--name", "trees-target")
         run("cpu_engine.py", arguments.target, "--contexts", "128,4096", "--name", "cpu-engine-pair")
         run(
             "pair.py",

@@ -110,10 +110,10 @@ class DraftTree:
         n = len(self)
         if self.is_chain:
             return torch.ones(n, n, dtype=torch.bool, device=device).tril()
-        sees = torch.eye(n, dtype=torch.bool)
+        sees = np.eye(n, dtype=bool)
         for node, parent in enumerate(self.parents[1:], 1):
             sees[node] |= sees[parent]
-        return sees.to(device)
+        return torch.from_numpy(sees).to(device)
 
     def prune(self, keep: Sequence[bool]) -> DraftTree:
         """The tree without the nodes marked False and whatever hangs below them.
