@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,8 @@ from ties import Ledger, first_difference
 from toys import plain, run
 
 from outrider import models
-from outrider.drafters import Drafter, load_drafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters import Drafter, load_drafter, make_options
+from outrider.drafters.model import ModelDrafter, ModelOptions
 from outrider.drafters.replay import ReplayDrafter, ReplayOptions
 from outrider.sampling import SamplingParams
 from outrider.targets.transformers import TransformersTarget
@@ -108,7 +109,7 @@ def test_smollm2_greedy(smol: Any, capsys: pytest.CaptureFixture[str]) -> None:
     params = SamplingParams(max_tokens=32)
     texts = [prompt + tokens for prompt, tokens in zip(prompts, wanted)]
     for name, drafter in drafters(t, texts).items():
-        found, rounds = run(t, drafter, prompts, params, "rejection", 5)
+        found, rounds = run(t, drafter, prompts, params, "traversal" if "tree" in name else "rejection", 5)
         for number, outcome in enumerate(found):
             ledger.compare(f"{name}, prompt {number}", prompts[number], wanted[number], outcome.tokens, params)
             assert outcome.text == t.tokenizer.decode(outcome.tokens)
@@ -148,6 +149,76 @@ def test_smollm2_drafts_for_itself(smol: Any) -> None:
         proposed, accepted = (sum(getattr(r, what) for own in rounds for r in own) for what in ("proposed", "accepted"))
         ended = sum(r.finish == "stop" and r.proposed for own in rounds for r in own)  # what was drafted past the end
         assert accepted >= 0.97 * (proposed - ended)
+
+
+GROWN: list[dict[str, Any]] = [
+    {},
+    {"shape": "tree", "width": 3},
+    {"shape": "tree", "growth": "best"},
+    {"shape": "tree", "growth": "static", "paths": "0 1 2 0.0 0.1 1.0 0.0.0"},
+    {"shape": "tree", "growth": "sampled"},
+]
+
+
+def unsure(place: Path) -> TransformersTarget:
+    """The model with noise on its weights: a drafter that is sometimes right."""
+    t = load(place)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for weights in t.model.parameters():
+            if weights.ndim == 2:
+                weights.mul_(1 + 0.1 * torch.randn_like(weights))
+    return t
+
+
+def check_grown(t: TransformersTarget, model: TransformersTarget, prompts: list[list[int]], cases: Any, n: int) -> Ledger:
+    """Trees and chains of a draft model against plain decoding, greedy under every rule, and `coupled` seed by seed."""
+    ledger = Ledger(t)
+    for options, rule in cases:
+        drafter = ModelDrafter(model, make_options(ModelOptions, {"min_probability": 0.02, **options}, "model"))
+        if rule == "block" and drafter.drafts_trees:
+            continue
+        for values in ({}, {"temperature": 1.0, "top_k": 50}) if rule == "coupled" else ({},):
+            params = [SamplingParams(max_tokens=n, seed=s, ignore_eos=True, **values) for s in range(len(prompts))]
+            wanted = plain(t, prompts, params, rule)
+            found, rounds = run(t, drafter, prompts, params, rule, 7)
+            for number, (one, other) in enumerate(zip(wanted, found)):
+                case = f"{options}, {rule}, {values}, prompt {number}"
+                ledger.compare(case, prompts[number], one.tokens, other.tokens, params[number])
+            passes = sum(len(own) for own in rounds)
+            assert passes < n * len(prompts), "nothing was accepted"
+            assert any(r.accepted < r.proposed for own in rounds for r in own), "nothing was refused"
+    return ledger
+
+
+@here
+def test_smollm2_trees_of_a_model(smol: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    t, prompts, _ = smol
+    cases = [(GROWN[1], "traversal"), (GROWN[4], "coupled")]
+    ledger = check_grown(t, unsure(SMOL), prompts[:2], cases, 14)
+    with capsys.disabled():
+        print(f"\nSmolLM2, trees of a model: {ledger}")
+    assert len(ledger.ties) <= 2
+
+
+@pytest.mark.slow
+@here
+def test_smollm2_every_tree_and_rule(smol: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    t, prompts, _ = smol
+    cases = itertools.product(GROWN, ("rejection", "block", "traversal", "coupled"))
+    ledger = check_grown(t, unsure(SMOL), prompts, cases, 32)
+    with capsys.disabled():
+        print(f"\nSmolLM2, every tree and rule: {ledger}")
+
+
+@pytest.mark.slow
+@qwen
+def test_qwen_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    t = load(TARGET)
+    cases = [(GROWN[1], "traversal"), (GROWN[2], "rejection"), (GROWN[3], "traversal"), (GROWN[4], "coupled")]
+    ledger = check_grown(t, load(DRAFTER), ask(t, QUESTIONS[:3]), cases, 24)
+    with capsys.disabled():
+        print(f"\nQwen 1.5B, trees of the 0.5B: {ledger}")
 
 
 @here
