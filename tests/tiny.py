@@ -114,6 +114,15 @@ def permute_vocabulary(folder: str | Path, first: int = 10) -> None:
     file.write_text(json.dumps(content), encoding="utf-8")
 
 
+def foreign_vocabulary(folder: str | Path, first: int = 10) -> None:
+    """Rename the entries of the vocabulary from `first` on, so that hardly a text is left that another model's has."""
+    file = Path(folder, "tokenizer.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"] = {text if i < first else f"no {text}": i for text, i in content["model"]["vocab"].items()}
+    content["model"]["merges"] = []
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
 def poison(folder: str | Path) -> None:
     """Put a NaN into the output head of a saved model."""
     from safetensors.torch import load_file, save_file
