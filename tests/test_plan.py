@@ -208,7 +208,9 @@ def test_a_prediction_by_hand():
     found = predict(setting, Draft.chain(3), 2, Acceptance((0.5,)))
     assert found.drafting == pytest.approx(3 * (100 + 160 + 2 * 16) / 100, rel=1e-3)  # a pass of the drafter for each token
     assert found.speed == pytest.approx(2 * 1.875 / (found.target.seconds + found.drafting))
-    assert predict(setting, Draft.parse("2x2"), 1, Acceptance((0.5,))).drafting == pytest.approx((2 * 260 + 16 + 2 * 16) / 100, rel=1e-3)
+    assert predict(setting, Draft.parse("2x2"), 1, Acceptance((0.5,))).drafting == pytest.approx(
+        (2 * 260 + 16 + 2 * 16) / 100, rel=1e-3
+    )
 
 
 def test_the_gain_ends_where_batches_are_bound_by_arithmetic():
