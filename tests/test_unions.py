@@ -5,10 +5,13 @@ import json
 import pytest
 import torch
 from test_kernels import SPARSE
+from tiny import save, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from outrider import kernels
 from outrider.bench.roofline import count
+from outrider.cli import app
 from outrider.errors import LoadError, ParameterError
 from outrider.kernels import pack
 from outrider.plan.unions import Unions, count_experts, independent, read_unions
@@ -150,3 +153,22 @@ def test_the_law_and_what_is_preferred_to_it(tmp_path):
             read_unions(file)
     with pytest.raises(ParameterError, match="beta"):
         Unions(1.5)
+
+
+def test_the_command_measures_and_the_plan_uses_it(tmp_path):
+    tokenizer = tiny_tokenizer()
+    save(sparse(), tokenizer, tmp_path)
+    found = CliRunner().invoke(app, ["plan", str(tmp_path), "--measure-unions", "--json"])
+    assert found.exit_code == 0, found.output
+    value = json.loads(found.stdout)
+    unions = {int(n): u for n, u in value["unions"].items()}
+    assert (value["experts"], value["active"], unions[1]) == (EXPERTS, ACTIVE, ACTIVE)
+    assert all(ACTIVE < unions[n] <= min(EXPERTS, ACTIVE * n) for n in (2, 4, 8, 16))
+    file = tmp_path / "unions.json"
+    file.write_text(found.stdout)
+    arguments = ["plan", str(tmp_path), "--host", "DDR4-3200", "--context", "100", "--batch", "1", "--draft", "3", "--json"]
+    planned = CliRunner().invoke(app, [*arguments, "--unions", str(file)])
+    assert planned.exit_code == 0, planned.output
+    one = json.loads(planned.stdout)["acceptance"]["0.7"]["predictions"][1]
+    (experts,) = [t for t in one["terms"] if t["what"] == "experts"]
+    assert experts["bytes"] == pytest.approx(2 * unions[4] * 3 * 64 * 16 * 4) and experts["where"] == "host"
