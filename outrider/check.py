@@ -35,6 +35,11 @@ ASKED = (1, 8)
 WORTH = 1.05
 """Least expected speed-up that is called worth it: less than this drowns in the loop's own overhead."""
 
+DEAR = 0.25
+"""From this share of a plain pass on, a drafted token is called dear."""
+CHEAP_TYPE, CHEAP_BITS, FEW_TOKENS = "q4_0", 4.8, 32768
+"""What a cheaper copy is made of; weights of no more bits each are cheap already."""
+
 TEXT = """\
 The harbour master keeps a book in which every ship is entered with its name, its captain, the port it came from and the goods
 it carries. In the year 1874 there were 312 entries, most of them barges with timber or coal; in 1912 there were 1,906. When the
@@ -250,7 +255,25 @@ def check(target: Target, drafter: Drafter, context: int = 128, draft: int = 8) 
         "best": {rate: costs.best(rate) for rate in rates},
         "break_even": None if silent else costs.break_even(),
         "verdict": verdict(costs, drafter.name),
+        "proposal": cheaper(costs, own) if own else None,
     }
+
+
+def cheaper(costs: Costs, model: Target) -> str | None:
+    """How to make a drafter cheaper that costs much for its target; None where it does not, or nothing is known to help."""
+    share = max(costs.step, costs.draft) / costs.target(1)
+    if share < DEAR or costs.drafted_nothing or not model.name.endswith(".gguf") or not model.n_parameters:
+        return None
+    bits = 8 * model.memory()["weights"] / model.n_parameters
+    options = [f"--type {CHEAP_TYPE}"] * (bits > CHEAP_BITS) + [f"--vocabulary {FEW_TOKENS}"] * (
+        model.vocab_size > 2 * FEW_TOKENS
+    )
+    if not options:
+        return None
+    return (
+        f"A drafted token costs {share:.0%} of a plain pass. A smaller copy of the drafter may gain: outrider models requantise "
+        f"{model.name} OUT.gguf {' '.join(options)} (measure its acceptance with `outrider bench`)."
+    )
 
 
 def verdict(costs: Costs, drafter: str) -> str:

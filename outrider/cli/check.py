@@ -49,6 +49,8 @@ def check(
     if found["speedup"]:
         console.print(speedups(found))
     console.print(found["verdict"], highlight=False)
+    if found["proposal"]:
+        console.print(found["proposal"], highlight=False, soft_wrap=True)
 
 
 def facts(found: dict[str, Any]) -> Table:

@@ -6,11 +6,12 @@ import dataclasses
 from typing import Annotated, Any
 
 import typer
+from rich.progress import Progress
 from rich.table import Table
 from typer import Argument, Option
 
 from ..errors import ParameterError
-from .session import on_stdout, print_json, quiet, say
+from .session import on_stderr, on_stdout, print_json, quiet, say
 
 Json = Annotated[bool, Option("--json", help="One JSON object on stdout.")]
 Name = Annotated[str, Argument(help="A name from `outrider models list`.")]
@@ -86,6 +87,43 @@ def where(name: Name) -> None:
     from ..models import folder
 
     typer.echo(folder(name))
+
+
+@models.command("requantise")
+def requantise_model(
+    source: Annotated[str, Argument(help="A GGUF file.", metavar="FILE.gguf")],
+    destination: Annotated[str, Argument(help="The file to write.", metavar="OUT.gguf")],
+    kind: Annotated[str, Option("--type", help="Of the weights: q4_0, iq4_nl, q5_0, q8_0, ...")] = "q4_0",
+    output_kind: Annotated[str | None, Option("--output-type", help="Of the output matrix, if another.")] = None,
+    vocabulary: Annotated[int | None, Option(help="Keep about this many tokens.")] = None,
+    library: Annotated[str, Option("--gguf-library", help="auto, ik, llama.cpp.")] = "auto",
+    threads: Annotated[int | None, Option(min=1, help="As many as there are cores by default.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace OUT.gguf.")] = False,
+    json: Json = False,
+) -> None:
+    """A smaller copy of a GGUF file, as a cheaper drafter: coarser weights, the output matrix included, and fewer tokens."""
+    quiet()
+    from ..requantise import requantise
+
+    with Progress(console=on_stderr(), transient=True) as progress:
+        bar = progress.add_task("requantising", total=None)
+        made = requantise(
+            source,
+            destination,
+            kind,
+            output_kind,
+            vocabulary,
+            library,
+            threads,
+            overwrite,
+            lambda done, of: progress.update(bar, completed=done, total=of),
+        )
+    if json:
+        print_json(dataclasses.asdict(made))
+        return
+    typer.echo(
+        f"{made.path}: {made.size / 2**20:.0f} MiB of {made.original_size / 2**20:.0f}, {made.tokens} tokens of {made.original_tokens}"
+    )
 
 
 def _known(name: str) -> None:

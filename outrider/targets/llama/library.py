@@ -110,6 +110,10 @@ class Library(ABC):
     def forget_log(self) -> None:
         self._log.clear()
 
+    def log(self) -> list[str]:
+        """The last lines since `forget_log`."""
+        return [text for _, text in self._log.copy()]
+
     def last_error(self) -> str:
         """The first error since `forget_log`, which is the most specific one; without the names of C functions."""
         errors = (text.strip() for level, text in self._log if level == ERROR)
