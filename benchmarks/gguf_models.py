@@ -32,6 +32,7 @@ import outrider
 from outrider.demo import PROMPTS
 from outrider.drafters import NoDrafter
 from outrider.drafters.model import ModelDrafter, ModelOptions
+from outrider.drafters.vocabulary import in_words_of
 from outrider.targets.base import Target
 from outrider.targets.gguf import GgufTarget
 from outrider.targets.llama.placement import Placement
@@ -59,7 +60,7 @@ Run = Callable[[list[int], int], Answer]
 
 
 def gguf(path: str) -> GgufTarget:
-    return GgufTarget.load(path, placement=Placement(n_ctx=CONTEXT))
+    return GgufTarget.load(path, placement=Placement(n_ctx=CONTEXT, n_seq_max=8))
 
 
 def ours(engine: outrider.Engine, options: argparse.Namespace, **values: Any) -> Run:
@@ -79,7 +80,7 @@ def ours(engine: outrider.Engine, options: argparse.Namespace, **values: Any) ->
 
 def model_drafter(model: Target, target: Target, options: argparse.Namespace, **more: Any) -> ModelDrafter:
     chosen = ModelOptions(min_probability=options.min_probability, **more)
-    return ModelDrafter(model, chosen, model.n_parameters / target.n_parameters)
+    return ModelDrafter(in_words_of(target, model), chosen, model.n_parameters / target.n_parameters)
 
 
 def server(options: argparse.Namespace, mode: str) -> Run:
