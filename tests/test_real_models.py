@@ -162,13 +162,15 @@ GROWN: list[dict[str, Any]] = [
 
 def unsure(place: Path) -> TransformersTarget:
     """The model with noise on its weights: a drafter that is sometimes right."""
-    t = load(place)
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        for weights in t.model.parameters():
+        for weights in model.parameters():
             if weights.ndim == 2:
                 weights.mul_(1 + 0.1 * torch.randn_like(weights))
-    return t
+    return TransformersTarget(model, name="unsure")
 
 
 def check_grown(t: TransformersTarget, model: TransformersTarget, prompts: list[list[int]], cases: Any, n: int) -> Ledger:
