@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Protocol, Sequence
 
 from torch import Tensor
 
 from ..errors import OutriderWarning
 from ..sampling import Sampler
-from ..targets.base import Slot, Target
+from ..targets.base import Output, Slot, Target
 from ..tree import DraftTree
 from .base import Ask, Drafter, State, Work
 from .growth import Growth, TreeOptions
@@ -114,27 +114,47 @@ class ModelDrafter(Drafter):
         return ModelState(sampler, self.model)
 
     def propose(self, work: Work) -> list[DraftTree]:
-        drafts = [_Draft(ask, Growth(ask.state.sampler, ask.tokens[-1], ask.budget, self.options, self.least)) for ask in work]
-        while active := [draft for draft in drafts if draft.growth.frontier]:
-            outputs = self.model.forward([(draft.state.slot, draft.rows()) for draft in active])
-            for draft, output in zip(active, outputs):
-                assert output.logits is not None
-                draft.advance(output.logits)
+        drafts = [self._draft(ask) for ask in work]
+        grow(self.model, drafts)
         return [draft.growth.tree() for draft in drafts]
 
+    def _draft(self, ask: Ask) -> Draft:
+        assert isinstance(ask.state, ModelState)
+        growth = Growth(ask.state.sampler, ask.tokens[-1], ask.budget, self.options, self.least)
+        missing = ask.state.catch_up(ask.tokens)[:-1]
+        if ask.state.foreign:
+            growth.frontier = []
+        return Draft(growth, ask.state.slot, missing, ask.state.fed)
 
-class _Draft:
+
+class Runner(Protocol):
+    """What runs a draft's rows: a `Target`, or a part of one."""
+
+    def forward(self, work: Sequence[tuple[Slot, DraftTree]]) -> list[Output]: ...
+
+    def commit(self, slot: Slot, path: Sequence[int]) -> None: ...
+
+
+def grow(model: Runner, drafts: Sequence[Draft]) -> None:
+    """Let the drafts grow, a level with each pass, until they are complete."""
+    while active := [draft for draft in drafts if draft.growth.frontier]:
+        outputs = model.forward([(draft.slot, draft.rows()) for draft in active])
+        for draft, output in zip(active, outputs):
+            assert output.logits is not None
+            draft.advance(model, output.logits)
+
+
+class Draft:
     """One sequence's draft, and what of it the next pass runs: the nodes from `root`, their last common one, to the frontier."""
 
-    def __init__(self, ask: Ask, growth: Growth):
-        assert isinstance(ask.state, ModelState)
-        self.state = ask.state
+    def __init__(self, growth: Growth, slot: Slot, missing: list[int], fed: list[int]):
+        """slot: where the rows run. missing: tokens to feed before the anchor. fed: gets the tokens whose KV the slot keeps."""
         self.growth = growth
+        self.slot = slot
+        self.missing = missing
+        self.fed = fed
         self.root = 0
-        self.missing = self.state.catch_up(ask.tokens)[:-1]  # tokens to feed before the root
         self.row: dict[int, int] = {}
-        if self.state.foreign:
-            growth.frontier = []
 
     def rows(self) -> DraftTree:
         """The next pass: the missing tokens, and the nodes from the root to the frontier."""
@@ -148,14 +168,14 @@ class _Draft:
         below = [self.row[self.growth.parents[node]] for node in nodes[1:]]
         return DraftTree((*self.missing, *(self.growth.tokens[n] for n in nodes)), (*range(-1, before), *below))
 
-    def advance(self, logits: Tensor) -> None:
+    def advance(self, model: Runner, logits: Tensor) -> None:
         """Grow by a level from the logits ``[n, V]`` of the last pass, and keep the KV of what every later node goes through."""
         growth, passed = self.growth, self.row
         at = [passed[node] for node in growth.frontier]
         growth.extend(logits[at[0] : at[0] + 1] if len(at) == 1 else logits[at])
         path = self._to_common() if growth.frontier else self._likeliest()
-        self.state.model.commit(self.state.slot, [*range(len(self.missing)), *(passed[node] for node in path)])
-        self.state.fed += [*self.missing, *(growth.tokens[node] for node in path)]
+        model.commit(self.slot, [*range(len(self.missing)), *(passed[node] for node in path)])
+        self.fed += [*self.missing, *(growth.tokens[node] for node in path)]
         self.missing = []
 
     def _to_common(self) -> list[int]:

@@ -32,8 +32,16 @@ class KVSlot(Slot):
 
     def __init__(self) -> None:
         self.length = 0
+        self.whole = 0  # rows that were kept of passes through all layers
+        self._is_whole = True  # the pass in progress
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+
+    def begin(self, whole: bool) -> None:
+        """A target's pass begins; whole: through all layers. What a partial pass left must be gone before the next whole one."""
+        if whole and self.length > self.whole:
+            raise RuntimeError(f"the last {self.length - self.whole} rows were kept of partial passes; truncate them first")
+        self._is_whole = whole
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the pass's ``[kv_heads, n, d]`` and return everything the rows may see, ``[kv_heads, length + n, d]``."""
@@ -53,14 +61,22 @@ class KVSlot(Slot):
         if path != list(range(len(path))):
             for store in (self.keys, self.values):
                 for held in store.values():
+                    if held.shape[1] <= self.length + max(path):
+                        continue  # of a layer that a partial pass left out
                     rows = torch.tensor(path, device=held.device) + self.length
                     held[:, self.length : self.length + len(path)] = held[:, rows]
         self.length += len(path)
+        if self._is_whole:
+            self.whole = self.length
+
+    def truncate(self, length: int) -> None:
+        """Forget everything after the first `length` rows."""
+        self.length, self.whole = min(self.length, length), min(self.whole, length)
 
     def copy(self, length: int) -> KVSlot:
         """A slot of its own with the first `length` rows."""
         slot = KVSlot()
-        slot.length = length
+        slot.length, slot.whole = length, min(self.whole, length)
         for mine, theirs in ((self.keys, slot.keys), (self.values, slot.values)):
             for layer, held in mine.items():
                 theirs[layer] = held[:, : max(length, 1)].clone()
@@ -69,7 +85,7 @@ class KVSlot(Slot):
     def free(self) -> None:
         self.keys.clear()
         self.values.clear()
-        self.length = 0
+        self.length = self.whole = 0
         self.closed = True
 
 
@@ -120,6 +136,8 @@ class Pass:
     """What the attention function needs to know about the pass in progress, and what it saw."""
 
     segments: list[Segment]
+    stores: bool = False
+    """Whether the rows only leave their keys and values, and attend to nothing."""
     windows: dict[int, int | None] = field(default_factory=dict)
     """Sliding window of each layer that was called."""
     causal: bool = True
@@ -133,9 +151,9 @@ CURRENT: ContextVar[Pass] = ContextVar("outrider_pass")
 
 
 @contextmanager
-def passing(segments: list[Segment]) -> Iterator[Pass]:
-    """Inside, models attend with these rows."""
-    run = Pass(segments)
+def passing(segments: list[Segment], stores: bool = False) -> Iterator[Pass]:
+    """Inside, models attend with these rows; with `stores` these rows only leave their keys and values."""
+    run = Pass(segments, stores)
     before = CURRENT.set(run)
     try:
         yield run
@@ -181,6 +199,9 @@ def attend(
     for segment in run.segments:
         rows = slice(segment.first, segment.first + segment.n)
         keys, values = segment.slot.append(layer, key[0, :, rows], value[0, :, rows])
+        if run.stores:
+            parts.append(query.new_zeros(segment.n, query.shape[1], value.shape[-1]))
+            continue
         mask = segment.mask(sliding_window, query)
         parts.append(_attention(query[0, :, rows], keys, values, mask, scaling, softcap, s_aux))
     return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None], None

@@ -126,8 +126,9 @@ class TableTarget(Target):
         upto: int | None = None,
         skip: Sequence[int] = (),
     ) -> list[Output]:
-        if upto is not None or skip:
-            raise ParameterError("the table target has no layers: upto and skip are not supported")
+        left_out = sorted({*skip, *range(self.n_layers if upto is None else upto, self.n_layers)})
+        if left_out and layers:
+            raise ParameterError("a partial pass (upto, skip) has no hidden states to give")
         outputs = []
         for slot, tree in work:
             live = self._live(slot)
@@ -136,6 +137,8 @@ class TableTarget(Target):
             contexts = [(*live.tokens, tree.tokens[0], *tree.path_tokens(i)) for i in range(len(tree))]
             self.rows_computed += len(tree)
             logits = torch.stack([self.logits(context) for context in contexts])
+            for layer in left_out:  # it has no layers; each that is left out disturbs the law
+                logits = logits + 0.5 * torch.stack([self._disturbance(layer, context) for context in contexts])
             hidden = {key: torch.stack([self._hidden(context, key) for context in contexts]) for key in layers}
             outputs.append(Output(logits, hidden, start=len(live.tokens)))
         return outputs
@@ -168,6 +171,10 @@ class TableTarget(Target):
 
     def head(self, hidden: Tensor) -> Tensor:
         raise ParameterError("the table target has no output head to lend")
+
+    def _disturbance(self, layer: int, context: Sequence[int]) -> Tensor:
+        seed, order, *_ = self._law
+        return _normal(("left out", seed, layer, tuple(context[-order:]) if order else ()), self.vocab_size)
 
     def _hidden(self, context: Sequence[int], layer: LayerKey) -> Tensor:
         return _normal((layer, tuple(context[-self._law[1] :])), self.hidden_size)

@@ -6,6 +6,7 @@ Nothing is patched: the model's own modules compute everything but the attention
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -77,6 +78,7 @@ class TransformersTarget(Target):
         self.eos = frozenset(t for t in _end_tokens(self.model, tokenizer) if 0 <= t < self.vocab_size)
         self.n_parameters = sum(p.numel() for p in self.model.parameters())
         self._decoder = self.model.get_decoder()
+        self._partial: dict[frozenset[int], Any] = {}  # the last partial model
         self._refuse_recurrent(config)
         check = [(7 * i + 5) % self.vocab_size for i in range(CHECK_ROWS)]
         own = self._own_logits(check)
@@ -148,11 +150,11 @@ class TransformersTarget(Target):
         if like is None:
             return KVSlot()
         with torch.inference_mode():
-            return self._own(like).copy(min(length, like.length))
+            own = self._own(like)
+            return own.copy(min(length, own.whole))
 
     def truncate(self, slot: Slot, length: int) -> None:
-        own = self._own(slot)
-        own.length = min(own.length, length)
+        self._own(slot).truncate(length)
 
     def commit(self, slot: Slot, path: Sequence[int]) -> None:
         with torch.inference_mode():
@@ -182,19 +184,38 @@ class TransformersTarget(Target):
         upto: int | None = None,
         skip: Sequence[int] = (),
     ) -> list[Output]:
-        if upto is not None or skip:
-            raise ParameterError("partial passes (upto, skip) are not supported by the transformers target")
-        return self._run([(self._own(slot), tree) for slot, tree in work], layers, True)
+        left_out = self._left_out(upto, skip)
+        if layers and left_out:
+            raise ParameterError("a partial pass (upto, skip) has no hidden states to give")
+        return self._run([(self._own(slot), tree) for slot, tree in work], layers, True, left_out)
 
-    def _run(self, work: list[tuple[KVSlot, DraftTree]], layers: Sequence[LayerKey], logits: bool) -> list[Output]:
+    def _left_out(self, upto: int | None, skip: Sequence[int]) -> frozenset[int]:
+        """The layers that a partial pass does not run."""
+        if upto is not None and not 1 <= upto <= self.n_layers:
+            raise ParameterError(f"upto must be from 1 to {self.n_layers}, the layers of {self.name}; got {upto}")
+        if outside := [k for k in skip if not 0 <= k < self.n_layers]:
+            raise ParameterError(f"{self.name} has layers 0 to {self.n_layers - 1}; skip names {outside[0]}")
+        left_out = frozenset(skip) | frozenset(range(self.n_layers if upto is None else upto, self.n_layers))
+        if len(left_out) == self.n_layers:
+            raise ParameterError("upto and skip leave no layer to run")
+        return left_out
+
+    def _run(
+        self,
+        work: list[tuple[KVSlot, DraftTree]],
+        layers: Sequence[LayerKey],
+        logits: bool,
+        left_out: frozenset[int] = frozenset(),
+    ) -> list[Output]:
         segments: list[Segment] = []
         tokens: list[int] = []
         positions: list[int] = []
         for slot, tree in work:
+            slot.begin(whole=not left_out)
             segments.append(Segment(slot, tree, first=len(tokens)))
             tokens += tree.tokens
             positions += [slot.length + depth for depth in tree.depths]
-        model = self.model if logits else self._decoder
+        model = self._without(left_out) if left_out else self.model if logits else self._decoder
         with passing(segments) as run, _Recorder(self, layers) as recorder:
             result = model(
                 input_ids=torch.tensor([tokens], device=self.device),
@@ -212,6 +233,35 @@ class TransformersTarget(Target):
             row_logits = result.logits[0, rows, : self.vocab_size] if logits else None
             outputs.append(Output(row_logits, hidden, start=segment.slot.length))
         return outputs
+
+    def _without(self, left_out: frozenset[int]) -> Any:
+        """The model without these layers: a shallow copy of what leads to them, so that the model itself stays as it is."""
+        if left_out not in self._partial:
+            path = next(
+                name for name, m in self.model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == self.n_layers
+            )
+            blocks = [_LeftOut() if i in left_out else block for i, block in enumerate(self.model.get_submodule(path))]
+            whole = part = _shallow(self.model)
+            *above, last = path.split(".")
+            for name in above:
+                inner = _shallow(part._modules[name])
+                part._modules[name] = inner
+                part = inner
+            part._modules[last] = nn.ModuleList(blocks)
+            self._check_partial(whole, left_out)
+            self._partial = {left_out: whole}
+        return self._partial[left_out]
+
+    def _check_partial(self, model: Any, left_out: frozenset[int]) -> None:
+        """One row: the layers that are left out must not run, and the others must take what they get."""
+        try:
+            with passing([Segment(KVSlot(), DraftTree.chain(0), 0)]) as run:
+                ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+                shape = model(input_ids=ids, position_ids=ids, cache=PassCache(), use_cache=True).logits.shape
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            raise ParameterError(f"{type(self.model).__name__} cannot leave out layers ({error})") from error
+        if left_out & run.windows.keys() or tuple(shape[:2]) != (1, 1):
+            raise ParameterError(f"{type(self.model).__name__} does not let layers be left out")
 
     # ---- what heads borrow --------------------------------------------------------------------------------------
 
@@ -313,6 +363,20 @@ class TransformersTarget(Target):
         if slot.closed:
             raise RuntimeError("the slot is closed")
         return slot
+
+
+class _LeftOut(nn.Module):
+    """In the place of a layer that a partial pass does not run."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+def _shallow(module: Any) -> Any:
+    """A module that shares everything with another, but whose parts can be exchanged."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
 
 
 class _Recorder:
