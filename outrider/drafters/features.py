@@ -9,7 +9,7 @@ target accepted of it is run again with the target's features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Sequence
+from typing import Any, Protocol, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,12 @@ from .growth import Growth, TreeOptions
 PAIRS = 512
 """Most pairs in a pass, all sequences together."""
 FIRST_CAPACITY = 64
+
+
+class Fuser(Protocol):
+    """Makes features of hidden states."""
+
+    def fuse(self, hidden: Tensor) -> Tensor: ...
 
 
 class FeatureReader(nn.Module, ABC):
@@ -60,8 +66,10 @@ class FeatureState(State):
     `features` the others as the head has fused them. They are kept, because a truncated sequence goes on from any of them.
     """
 
-    def __init__(self, sampler: Sampler):
+    def __init__(self, sampler: Sampler, reach: int = 1):
+        """reach: how many tokens after its own position a row of the KV depends on."""
         super().__init__(sampler)
+        self.reach = reach
         self.kv = KVSlot()  # of pairs, the first at position `first`
         self.first = 0
         self.fused = 0
@@ -88,7 +96,7 @@ class FeatureState(State):
             self.first = start
         self._raw.append(hidden)
 
-    def fuse(self, head: FeatureReader) -> None:
+    def fuse(self, head: Fuser) -> None:
         """Make features of all that was observed since the last time, and free what they were made from."""
         while self._raw:
             new = head.fuse(self._raw.pop(0))
@@ -102,7 +110,7 @@ class FeatureState(State):
             self.fused = total
 
     def fork(self, sampler: Sampler) -> FeatureState:
-        other = type(self)(sampler)
+        other = type(self)(sampler, self.reach)
         other.kv = self.kv.copy(self.kv.length)
         other.first, other.fused, other._raw = self.first, self.fused, list(self._raw)
         other._features = None if self._features is None else self._features[: max(self.fused, 1)].clone()
@@ -110,7 +118,7 @@ class FeatureState(State):
 
     def truncate(self, length: int) -> None:
         keep = max(length - self.first, 0)
-        self.kv.length = min(self.kv.length, max(keep - 1, 0))  # the token of the last pair is no longer there
+        self.kv.length = min(self.kv.length, max(keep - self.reach, 0))
         self.fused = min(self.fused, keep)
         keep -= self.fused
         raw, self._raw = self._raw, []
@@ -152,7 +160,7 @@ class FeatureDrafter(Drafter):
                 draft.growth.extend(rows)
             if growing := [draft for draft in active if draft.growth.frontier]:
                 parts = [(draft.state, *draft.next_level(self.head)) for draft in growing]
-                for draft, states in zip(growing, _run(self.head, parts)):
+                for draft, states in zip(growing, run_pairs(self.head, parts)):
                     draft.states = torch.cat([draft.states, states])
         for draft in drafts:
             draft.state.kv.length = min(draft.state.kv.length, draft.true_pairs)
@@ -184,11 +192,11 @@ def catch_up(reader: FeatureReader, behind: Sequence[_Known]) -> None:
         one.state.fuse(reader)
     while behind := [one for one in behind if one.state.kv.length < one.true_pairs]:
         parts = [(one.state, *one.missing(max(1, PAIRS // len(behind)))) for one in behind]
-        for one, states in zip(behind, _run(reader, parts)):
+        for one, states in zip(behind, run_pairs(reader, parts)):
             one.states = states[-1:]
 
 
-def _run(reader: FeatureReader, parts: Sequence[tuple[FeatureState, DraftTree, int, int, Tensor]]) -> list[Tensor]:
+def run_pairs(reader: FeatureReader, parts: Sequence[tuple[FeatureState, DraftTree, int, int, Tensor]]) -> list[Tensor]:
     """One pass. Each part: the state, the tree of the pairs, how many of them have been run already, the position of the first pair,
     the features of the others ``[n, H]``. Returns their states ``[n, H]``.
     """
