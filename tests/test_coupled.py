@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import dflashes
+import eagles
+import published
 import pytest
 from test_conformance import everyone, free_memory, make
 from toys import plain, run, tiny_target
 
 from outrider.drafters import TABLE, Drafter, load_drafter
+from outrider.drafters.growth import GROWTHS
 from outrider.drafters.model import ModelDrafter
 from outrider.sampling import SamplingParams
 from outrider.targets.table import LetterTokenizer, TableTarget
@@ -59,11 +67,26 @@ def plain_texts(n: int) -> Any:
     return plain(llama(1), [PROMPT] * len(SEEDS), each_seed(n), "coupled")
 
 
+@functools.cache
+def heads_for_llama(name: str) -> str:
+    """Random heads for it."""
+    folder = Path(tempfile.mkdtemp(prefix="outrider-heads-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if name == "eagle":
+        return eagles.write(folder, "safeailab", *eagles.make("safeailab"))
+    if name == "dflash":
+        return dflashes.write(folder, *dflashes.make())
+    module = published.make(name, llama(1), heads=4)
+    return published.write(folder, name, published.config_of(name, 4), published.tensors_of(name, module))
+
+
 @everyone
 def test_llama(name: str, shape: str) -> None:
     t = llama(1)
     entry, options = TABLE[name], {}
-    if "tree" in entry.shapes:
+    if shape in GROWTHS:
+        options |= {"shape": "tree", "growth": shape}
+    elif "tree" in entry.shapes:
         options["shape"] = shape
     wanted = plain_texts(16)
     params = each_seed(16)
@@ -75,6 +98,10 @@ def test_llama(name: str, shape: str) -> None:
         drafter = load_drafter(name, t, options)
     elif name == "replay":
         drafter = load_drafter(name, t, {**options, "script": [*PROMPT, *wanted[0].tokens], "wrong_at": 1})
+    elif name == "early-exit":
+        drafter = load_drafter(name, t, {**options, "skip": "1"})
+    elif entry.load().takes_model:
+        drafter = load_drafter(name, t, {**options, "model": heads_for_llama(name)})
     else:
         drafter = load_drafter(name, t, options)
     found, rounds = run(t, drafter, [PROMPT] * len(params), params, "coupled", 4)

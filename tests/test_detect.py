@@ -79,8 +79,7 @@ def test_gguf_files(tmp_path: Path) -> None:
     ("config", "said"),
     [
         ({"speculators_model_type": "peagle"}, "'peagle'"),
-        ({"speculators_model_type": "dflash", "dflash_config": {}}, "'dflash'"),
-        ({"dflash_config": {"mask_token_id": 1}, "architectures": ["X"]}, "DFlash"),
+        ({"speculators_model_type": "dspark", "dflash_config": {}}, "'dspark'"),
         ({}, "no drafter that is known"),
         ({"medusa_num_heads": 3}, "no drafter that is known"),
     ],
@@ -90,13 +89,19 @@ def test_what_cannot_draft_is_refused_by_name(tmp_path: Path, config: dict[str, 
         detect(folder(tmp_path / "f", config))
 
 
-def test_adapters_mtp_and_empty_folders_are_refused(tmp_path: Path) -> None:
+def test_modules_without_their_model(tmp_path: Path) -> None:
+    parts = {"mtp__fc__weight": torch.ones(1), "mtp__layers__0__input_layernorm__weight": torch.ones(1)}
+    found = detect(folder(tmp_path / "mtp", {"model_type": "qwen3_5"}, **parts))
+    assert found.drafter == "mtp" and "Qwen3.5" in found.dialect
+    whole = {**parts, "model__embed_tokens__weight": torch.ones(1)}
+    assert detect(folder(tmp_path / "whole", {"model_type": "qwen3_5"}, **whole)).drafter == "model"
+
+
+def test_adapters_and_empty_folders_are_refused(tmp_path: Path) -> None:
     place = folder(tmp_path / "adapter", {})
     Path(place, "adapter_config.json").write_text("{}")
     with pytest.raises(LoadError, match="LoRA"):
         detect(place)
-    with pytest.raises(LoadError, match="multi-token-prediction"):
-        detect(folder(tmp_path / "mtp", {"model_type": "qwen3"}, mtp__fc__weight=torch.ones(1)))
     (tmp_path / "empty").mkdir()
     with pytest.raises(LoadError, match="no weights"):
         detect(str(tmp_path / "empty"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import LoadError
 from ..models import PACKAGED
-from . import eagle_formats, hydra, medusa
+from . import dflash_formats, eagle_formats, hydra, medusa, mtp_head
 from .checkpoint import Checkpoint, read_config, resolve
 
 
@@ -31,10 +31,10 @@ def detect(source: str) -> Found:
     if (place / "adapter_config.json").exists():
         raise LoadError(f"{source} is an adapter (LoRA) for another model; merge it into its model first")
     kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise LoadError(f"{source} is a {kind!r} drafter of speculators; of these eagle3 is supported")
-    if "dflash_config" in config:
-        raise LoadError(f"{source} is a DFlash drafter, which is not supported")
+    if kind not in (None, "eagle3", "dflash"):
+        raise LoadError(f"{source} is a {kind!r} drafter of speculators; of these eagle3 and dflash are supported")
+    if dialect := dflash_formats.detect(config):
+        return Found("dflash", dflash_formats.DIALECTS[dialect])
     try:
         checkpoint = Checkpoint.read(place)
     except LoadError:
@@ -53,14 +53,14 @@ def _folder(source: str, checkpoint: Checkpoint) -> Found:
     if dialect := eagle_formats.detect(checkpoint):
         return Found("eagle", eagle_formats.DIALECTS[dialect])
     names = set(checkpoint.tensors)
-    if all(name.startswith("mtp.") for name in names):
-        raise LoadError(f"{source} has multi-token-prediction weights (mtp.*) without their model, which are not supported")
+    if (modules := mtp_head.find(checkpoint)) and all(map(modules.holds, names)):
+        return Found("mtp", f"multi-token prediction ({modules.layout.family})")
     if (
         not any("embed" in name or name.startswith("transformer.wte") for name in names)
         and "model_type" not in checkpoint.config
     ):
         raise LoadError(
-            f"{source} is no drafter that is known here: neither heads (Medusa, Hydra, EAGLE) nor a causal language model; its first "
+            f"{source} is no drafter that is known here: neither heads (Medusa, Hydra, EAGLE, MTP, DFlash) nor a causal language model; its first "
             f"tensor is {min(names)}"
         )
     return Found("model", "a causal language model")
