@@ -178,7 +178,7 @@ def test_equals_the_formulas(family: str, modules: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", mtps.FAMILIES)
 def test_every_tensor_counts(family: str, tmp_path: Path) -> None:
     """Each tensor of a module, changed in the file, changes what is drafted; of the copies of the target's own, none does."""
-    model, tensors = mtps.make(family, 2)
+    model, tensors = mtps.make(family)
     folder, text = mtps.write(tmp_path, model, tensors), letters(None, 12)
     target, drafter = load(folder, model)
     _, before = drafted(target, drafter, text, 2)

@@ -115,9 +115,10 @@ class EarlyExitDrafter(Drafter):
         began = time.perf_counter()
         found = search(target, target.tokenizer.encode(options.text or TEXT)[: min(ROWS, target.context_length)])
         numbers = ",".join(map(str, found.left_out))
+        verdict = "" if found.speed > 1 else "; no part of this model is likely to pay"
         warnings.warn(
             f"found layers to leave out in {time.perf_counter() - began:.1f} s: with -o skip={numbers} that need not be done again "
-            f"(agreement {found.agreement:.0%}, a draft step costs {found.cost:.0%} of a pass, predicted speed {found.speed:.2f}x)",
+            f"(agreement {found.agreement:.0%}, a draft step costs {found.cost:.0%} of a pass, predicted speed {found.speed:.2f}x{verdict})",
             OutriderWarning,
             stacklevel=4,
         )

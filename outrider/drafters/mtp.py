@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..sampling import Sampler
 from ..targets.base import Target
@@ -52,8 +52,7 @@ class MtpDrafter(FeatureDrafter):
         checkpoint = Checkpoint.read(resolve(source))
         layout, modules = load_modules(checkpoint, target)
         weights = {id(p): p.numel() for module in modules for p in module.parameters()}
-        for module in modules:
-            settle(module, target)
+        settle(nn.ModuleList(modules), target)  # all at once: they may share parts
         probe(modules, checkpoint, target)
         cost = (sum(weights.values()) / len(modules) + target.vocab_size * target.hidden_size) / (target.n_parameters or 1)
         facts = {
