@@ -41,6 +41,8 @@ from outrider.trace import statistics
 
 NGRAMS = ("ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache")
 CONTEXT = 2048
+COPIES = ("rewrite", "extract")
+"""Categories of the demo's prompts whose answers repeat them."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def ours(engine: outrider.Engine, options: argparse.Namespace, **values: Any) ->
     def run(ids: list[int], seed: int) -> Answer:
         began = time.perf_counter()
         result = engine.generate(
-            ids, max_tokens=options.tokens, temperature=options.temperature, ignore_eos=True, seed=seed, **values
+            ids, max_tokens=options.tokens, temperature=options.temperature, seed=seed, **{"ignore_eos": True, **values}
         )
         seconds = time.perf_counter() - began
         figures = statistics(result.rounds)
@@ -258,13 +260,11 @@ def copy(options: argparse.Namespace) -> None:
         "outrider plain": outrider.Engine(target, NoDrafter(), draft=0, accept="block"),
         **{f"outrider suffix {n}": outrider.load(target, "suffix", draft=n, accept="block") for n in options.drafts},
     }
-    configurations: Configurations = {name: lambda engine=engine: ours(engine, options) for name, engine in engines.items()}
+    configurations: Configurations = {
+        name: lambda engine=engine: ours(engine, options, ignore_eos=False) for name, engine in engines.items()
+    }
     assert target.tokenizer is not None
-    asked = [
-        target.tokenizer.chat([{"role": "user", "content": p.text}])
-        for p in PROMPTS
-        if p.category in ("rewrite", "fix", "extract")
-    ]
+    asked = [target.tokenizer.chat([{"role": "user", "content": p.text}]) for p in PROMPTS if p.category in COPIES]
     known = measure(configurations, asked, options)
     finish(known, options, lambda speeds: {"suffix against plain": best(speeds, "outrider suffix") / speeds["outrider plain"]})
 
