@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("outrider", "torch", "transformers", "tokenizers", "llama-cpp-python")
+PACKAGES = ("outrider", "torch", "transformers", "tokenizers", "ik-llama-cpp-python", "llama-cpp-python")
 
 
 def manifest() -> dict[str, Any]:

@@ -74,6 +74,9 @@ def facts(found: dict[str, Any]) -> Table:
     }
     for name, show in names.items():
         table.add_row(name.replace("_bytes", "").replace("_", " "), *(show(model[name]) for model in models))
+    if any("library" in model for model in models):
+        table.add_row("library", *(model.get("library", "") for model in models))
+        table.add_row("placement", *(placement(model.get("placement", {})) for model in models))
     if found["tokenizers"]:
         same = found["tokenizers"]
         text = "equal" if same["equal"] is not None else "unknown, for want of a tokenizer"
@@ -89,6 +92,11 @@ def facts(found: dict[str, Any]) -> Table:
     elif found["drafter"]["name"] != "none":
         table.add_row("drafter", f"{found['drafter']['name']}: no model, so tokenizer and memory are the target's")
     return table
+
+
+def placement(values: dict[str, Any]) -> str:
+    """Parameters of a GGUF model, one a line; those left to the library are not shown."""
+    return "\n".join(f"{name} {value}" for name, value in values.items() if value not in (None, ()))
 
 
 def size(value: int | None) -> str:

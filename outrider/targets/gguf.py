@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Iterator, Sequence
 
 import psutil
@@ -23,6 +24,7 @@ from .llama.context import NO_ROOM, Context, Model
 from .llama.library import Library
 from .llama.placement import CACHE_TYPES, Placement
 from .llama.tokenizer import NO_VOCABULARY, GgufTokenizer
+from .llama.weights import Matrices
 
 DEFAULT_CONTEXT = 8192
 SPARE_CELLS = 256
@@ -30,6 +32,8 @@ SPARE_CELLS = 256
 PREFILL_ROWS = 512
 STATE_ROWS = 64
 """Rows of a prefill chunk where the last states are asked for: the library computes logits for each of them, asked for or not."""
+HEAD_DIFFERS = 0.1
+"""Most that the library's rounding of a quantised output matrix's products may come to, as a share of the logits' norm."""
 
 
 @dataclass
@@ -81,6 +85,7 @@ class GgufTarget(Target):
         self.eos = frozenset(ends)
         self._free = list(range(placement.n_seq_max))[::-1]
         self._slots: dict[int, GgufSlot] = {}
+        self._matrices = Matrices(path)
 
     @classmethod
     def load(cls, source: str, library: str = "auto", device: str = "auto", placement: Placement | None = None) -> GgufTarget:
@@ -300,7 +305,7 @@ class GgufTarget(Target):
         if key == "final":
             return b"result_norm"
         if isinstance(key, int) and 0 <= key <= self.n_layers:
-            return b"l_out-%d" % (key - 1) if key else b"inp_embd"
+            return b"l_out-%d" % (key - 1) if key else self._c.embedded
         raise ParameterError(f"unknown layer {key!r}; {self.name} has 0 to {self.n_layers}, and 'final'")
 
     def _state(self, key: LayerKey, parts: list[Tensor], rows: int) -> Tensor:
@@ -317,6 +322,34 @@ class GgufTarget(Target):
             tokens, slot.tokens = slot.tokens, []
             for _ in self.prefill(slot, tokens):
                 pass
+
+    # ---- what heads borrow --------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        return self._matrices.embedding(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        if not self._lends_head:
+            raise ParameterError(
+                f"{self.name}: this architecture does more than its output projection to hidden states; not lent"
+            )
+        return self._project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return hidden.float() @ self._matrices.output[: self.vocab_size].T
+
+    @cached_property
+    def _lends_head(self) -> bool:
+        """Whether the output matrix alone makes the library's logits of its final states, but for its rounding."""
+        slot = self.open()
+        tokens = [(7 * i + 5) % self.vocab_size for i in range(4)]
+        try:
+            (output,) = self.forward([(slot, DraftTree.chain(tokens[0], tokens[1:]))], ("final",))
+            assert output.logits is not None
+            difference = self._project(output.hidden["final"]) - output.logits
+            return bool(difference.norm() <= HEAD_DIFFERS * output.logits.norm())
+        finally:
+            self.close(slot)
 
     # ---- what is known about it ---------------------------------------------------------------------------------
 
@@ -409,7 +442,7 @@ def look_at(source: str) -> None:
 
 
 def _explain(problem: str) -> str:
-    if "clip" in problem and "architecture" in problem:
+    if "clip" in problem.lower():
         return "it is a vision projector, not a language model; give the language model's own file"
     return problem or "the library does not say why"
 

@@ -24,6 +24,7 @@ PLAIN_TYPES = {"cache_type_k": (*FLASH_TYPES, "f32", "bf16"), "cache_type_v": ("
 class IkLibrary(Library):
     title = "ik_llama.cpp"
     package = "ik-llama-cpp-python"
+    embedded = b"inp_embd"
     symbols: ClassVar = {
         "model_free": "llama_free_model",
         "model_n_layer": "llama_n_layer",

@@ -76,6 +76,8 @@ class Library(ABC):
     """Distribution on the Python package index."""
     symbols: ClassVar[dict[str, str]] = {}
     """C names that are not ``llama_`` and the name in SIGNATURES."""
+    embedded: ClassVar[bytes]
+    """Name of the tensor that enters the first layer."""
     most_sequences: int | None = None
     refused: ClassVar[dict[str, str]] = {}
     """Parameters of Placement that this library has not got, with what to do instead."""

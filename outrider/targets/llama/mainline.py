@@ -6,9 +6,11 @@ import ctypes
 from ctypes import c_bool, c_int, c_int32, c_size_t, c_void_p
 from typing import Any
 
+from ...errors import ParameterError
 from .library import Library
 from .placement import Placement
 
+PLAIN_TYPES = ("f32", "f16", "bf16")
 UNUSED = 1 << 1  # of the attributes of a token
 MMAP, MLOCK = 1, 2  # of `llama_load_mode`; both are 3, none is 0
 
@@ -16,6 +18,7 @@ MMAP, MLOCK = 1, 2  # of `llama_load_mode`; both are 3, none is 0
 class MainlineLibrary(Library):
     title = "llama.cpp"
     package = "llama-cpp-python"
+    embedded = b"embd"
 
     def __init__(self) -> None:
         from llama_cpp import llama_cpp as binding
@@ -54,6 +57,16 @@ class MainlineLibrary(Library):
         if on_tensor is not None:
             params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
         return params
+
+    def check(self, placement: Placement) -> None:
+        super().check(placement)
+        if placement.n_batch < placement.n_seq_max:
+            raise ParameterError(
+                f"n_batch ({placement.n_batch}) must be at least n_seq_max ({placement.n_seq_max}) in {self.title}"
+            )
+        quantised = placement.cache_type_v not in PLAIN_TYPES
+        if quantised and placement.flash_attention is False:
+            raise ParameterError(f"cache_type_v: {self.title} has no {placement.cache_type_v} without flash attention")
 
     def seq_rm(self, context: int, sequence: int, begin: int, end: int) -> None:
         self._rm(self._memory(context), sequence, begin, end)
