@@ -237,6 +237,15 @@ def test_placement_reaches_the_library(library: str) -> None:
     t.close(slot)
 
 
+def test_what_ik_gets_wrong_is_refused() -> None:
+    if "ik" not in LIBRARIES:
+        pytest.skip("ik-llama-cpp-python is not installed")
+    with pytest.raises(ParameterError, match="take --gguf-library"):
+        load("ik", flash_attention="no")
+    with pytest.raises(ParameterError, match="cache_type_v"):
+        load("ik", cache_type_v="f32")
+
+
 def call(*arguments: Any) -> str:
     """The one line that the command line answers with."""
     result = CliRunner().invoke(app, ["run", *map(str, arguments), "--max-tokens", "4", "hello"])

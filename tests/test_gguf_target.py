@@ -24,8 +24,9 @@ if not LIBRARIES:
     pytest.skip("no llama.cpp library is installed: pip install 'outrider[gguf]'", allow_module_level=True)
 every_library = pytest.mark.parametrize("library", LIBRARIES)
 LENGTH = 44
-EXACT = 1e-4
-"""On float32 files: rows computed one by one against rows computed together."""
+EXACT = {"ik": 5e-3, "llama.cpp": 1e-4}
+"""Rows computed one by one against rows computed together, on float32 files, logits up to 3. ik_llama.cpp's attention works in
+float16 (found: up to 3.4e-3); llama.cpp runs in float32 here."""
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "norm_topk_prob": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -48,8 +49,8 @@ def file(kind: str = "llama") -> str:
 
 
 def precise(library: str) -> dict[str, Any]:
-    """As exact as the library gets: ik_llama.cpp keeps values in float16 at best."""
-    return {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f16" if library == "ik" else "f32"}
+    """As exact as the library gets: ik_llama.cpp keeps keys and values in float16 at best."""
+    return {} if library == "ik" else {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
 
 
 @functools.cache
@@ -109,15 +110,15 @@ def test_trees_are_their_paths_and_commits_are_prefills(library: str, kind: str)
         for node in range(len(tree)):
             path = [text[at], *tree.path_tokens(node)]
             wanted = one_by_one(t, [*text[:at], *path], at)
-            assert (mine_logits[list(tree.path(node))] - wanted).abs().max() < EXACT
-        assert (theirs_logits - one_by_one(t, [*text[:30], text[30], 5, 6], 30)).abs().max() < EXACT
+            assert (mine_logits[list(tree.path(node))] - wanted).abs().max() < EXACT[library]
+        assert (theirs_logits - one_by_one(t, [*text[:30], text[30], 5, 6], 30)).abs().max() < EXACT[library]
         at += n
         (output,) = t.forward([(slot, DraftTree.chain(text[at]))])
         after = output.logits[0].clone()
         t.commit(slot, ())
         fresh = fill(t, text[:at])
         (output,) = t.forward([(fresh, DraftTree.chain(text[at]))])
-        assert (after - output.logits[0]).abs().max() < EXACT
+        assert (after - output.logits[0]).abs().max() < EXACT[library]
         t.close(fresh)
     assert slot.length == at > 30
     t.close(slot)

@@ -18,7 +18,6 @@ UNUSED = 1 << 1  # of the attributes of a token
 DEFRAGMENT_FROM = 0.1
 FLASH_TYPES = ("f16", "q8_0", "q4_0", "q4_1", "iq4_nl")
 """Cache types that its flash attention takes on a CPU; with any other it ends the process."""
-PLAIN_TYPES = {"cache_type_k": (*FLASH_TYPES, "f32", "bf16"), "cache_type_v": ("f16",)}
 
 
 class IkLibrary(Library):
@@ -48,19 +47,14 @@ class IkLibrary(Library):
 
     def check(self, placement: Placement) -> None:
         super().check(placement)
-        flash = self._flash_attention(placement)
-        for name, plain in PLAIN_TYPES.items():
-            allowed = FLASH_TYPES if flash else plain
-            if not self.has_gpu and (kind := getattr(placement, name)) not in allowed:
-                state = "with" if flash else "without"
-                raise ParameterError(
-                    f"{name}: {self.title} on a CPU has no {kind} {state} flash attention; it has {', '.join(allowed)}"
-                )
-
-    def _flash_attention(self, placement: Placement) -> bool:
-        if placement.flash_attention is not None:
-            return placement.flash_attention
-        return self.has_gpu or {placement.cache_type_k, placement.cache_type_v} <= set(FLASH_TYPES)
+        if placement.flash_attention is False:
+            raise ParameterError(
+                f"flash_attention: without it {self.title} {self.version} gets attention wrong where a refused branch left a hole in the "
+                "cache; leave it on, or take --gguf-library llama.cpp"
+            )
+        for name in ("cache_type_k", "cache_type_v"):
+            if not self.has_gpu and (kind := getattr(placement, name)) not in FLASH_TYPES:
+                raise ParameterError(f"{name}: {self.title} on a CPU has no {kind}; it has {', '.join(FLASH_TYPES)}")
 
     def model_params(self, placement: Placement) -> Any:
         params = self.binding.llama_model_default_params()
@@ -81,8 +75,8 @@ class IkLibrary(Library):
         params.n_seq_max = placement.n_seq_max
         params.n_threads, params.n_threads_batch = placement.threads, placement.threads_batch
         params.type_k, params.type_v = placement.cache_type("k"), placement.cache_type("v")
+        params.flash_attn = True
         params.defrag_thold = DEFRAGMENT_FROM  # its cells must be free side by side, and trees leave holes
-        params.flash_attn = self._flash_attention(placement)
         if on_tensor is not None:
             params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
         return params
