@@ -13,6 +13,7 @@ import torch
 from tiny_gguf import write_gguf
 from toys import letters, tiny_model
 
+from outrider import models
 from outrider.targets import llama
 from outrider.targets.gguf import GgufTarget
 from outrider.targets.llama.placement import Placement
@@ -162,3 +163,37 @@ def test_many_rows_are_computed_as_few(library: str, kind: str) -> None:
     (output,) = t.forward([(slot, DraftTree.chain(text[40]))])
     many = output.logits[0].clone()
     assert (many - one_by_one(t, text, 1)[-1]).norm() < 0.02 * many.norm()
+
+
+QWEN = models.directory() / "qwen2.5-coder-0.5b-instruct.gguf"
+
+
+@pytest.mark.skipif(not QWEN.exists(), reason=f"no {QWEN}")
+@every_library
+def test_a_quantised_file(library: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trees against single rows, within what the library itself does to a chain of as many rows. Q4_K_M: see the printed figures."""
+    t = GgufTarget.load(str(QWEN), library, placement=Placement(n_ctx=512))
+    assert t.tokenizer is not None
+    text = t.tokenizer.encode(
+        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n"
+    )[:32]
+    single = one_by_one(t, text, 9)
+    own = found = after = 0.0
+    slot = fill(t, text[:9])
+    for at in (9, 13, 17, 21):
+        tree, right = bushy(text, at, 4)
+        (output,) = t.forward([(slot, DraftTree.chain(text[at], (text[at + 1 :] * 2)[: len(tree) - 1]))])
+        own = max(own, float((output.logits[:4] - single[at - 9 : at - 5]).abs().max()))
+        t.commit(slot, ())
+        (output,) = t.forward([(slot, tree)])
+        found = max(found, float((output.logits[right] - single[at - 9 : at - 5]).abs().max()))
+        t.commit(slot, right)
+        (output,) = t.forward([(slot, DraftTree.chain(text[at + 4]))])
+        after = max(after, float((output.logits[0] - single[at - 5]).abs().max()))
+        t.commit(slot, ())
+    t.close(slot)
+    scale = float(single.abs().max())
+    with capsys.disabled():
+        print(f"\n{library}: chains {own:.3f}, trees {found:.3f}, after commits {after:.3f}, at logits up to {scale:.0f}")
+    assert own < 0.05 * scale
+    assert found < 2 * own + 1e-3 and after < 2 * own + 1e-3
