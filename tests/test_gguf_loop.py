@@ -24,6 +24,9 @@ if not LIBRARIES:
 from outrider.targets.gguf import GgufTarget  # noqa: E402
 from outrider.targets.llama.placement import Placement  # noqa: E402
 
+SEED = 5
+"""A model whose two best tokens are nowhere in the matrix closer than ik_llama.cpp's float16 attention rounds: equality is promised
+but for ties. With seed 3 `min_tokens` ends at one in ik_llama.cpp; llama.cpp in float32 passes with that seed too."""
 FOLDER = Path(tempfile.mkdtemp(prefix="outrider-gguf-"))
 
 
@@ -68,7 +71,7 @@ def letters(library: str, texts: list[str], seed: int, eos: Any = (0,), context_
 @pytest.fixture(params=LIBRARIES)
 def library(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     def for_oracle(eos_bias: float = 0.0, **changes: Any) -> Letters:
-        return letters(request.param, test_oracle.TEXTS, 3, **changes)
+        return letters(request.param, test_oracle.TEXTS, SEED, **changes)
 
     def for_conformance() -> Letters:
         table = TableTarget(**test_conformance.TARGET)
