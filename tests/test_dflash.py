@@ -10,8 +10,8 @@ import dflashes
 import pytest
 import torch
 from dflashes import MASK
+from following import Now, check_accepted, check_cut_and_fork, shadow
 from test_conformance import Watched
-from test_eagle import Now, Turns, Wrong, shadow, share
 from torch import Tensor
 from toys import letters, plain, run, tiny_model, tiny_target
 
@@ -225,20 +225,7 @@ def test_comes_back_after_any_rounds(target: Any, drafter: DFlashDrafter) -> Non
 
 @pytest.mark.parametrize("kept", [1, 2, 12, 30, 33])
 def test_goes_on_after_a_cut_and_a_fork(target: Any, drafter: DFlashDrafter, kept: int) -> None:
-    sequence = Decoded(target, [9, 8, 7] * 10, SamplingParams(max_tokens=9, ignore_eos=True), "rejection")
-    sequence.keep_open = True
-    for _ in decode(target, drafter, [sequence], Now(lambda *_: True)):
-        pass
-    slot, state = sequence.detach()
-    fork, other = target.open(slot, slot.length), state.fork(sequence.sampler)
-    for each, copy, end in ((slot, state, [40, 41, 42, 43]), (fork, other, [50, 51])):
-        target.truncate(each, kept)
-        copy.truncate(kept)
-        then = Decoded(target, [*sequence.tokens[:kept], *end], SamplingParams(), "rejection")
-        then.attach(each, copy)
-        open_sequence(target, drafter, then)
-        shadow(target, drafter, copy, then.tokens)
-    shadow(target, drafter, state, [*sequence.tokens[:kept], 40, 41, 42, 43])
+    check_cut_and_fork(target, drafter, kept)
 
 
 @pytest.mark.parametrize("growth", [None, "dynamic", "static", "sampled", "chain"])
@@ -289,20 +276,8 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_an_overfitted_drafter_is_accepted(overfitted: Any, shape: str) -> None:
     t, drafter, text = overfitted
-    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
     drafter.options = DFlashOptions(shape=shape, min_probability=0.01)
-    for draft in (1, 4, 5):
-        found, (rounds,) = run(t, drafter, [PROMPT], params, "rejection", draft)
-        assert [*PROMPT, *found[0].tokens] == text
-        assert share(rounds) >= 0.95, draft
-
-    sequence = Decoded(t, PROMPT, params, "rejection")
-    rounds = list(decode(t, drafter, [sequence], Now(lambda call, _: call % 3 == 0, Budget(4, 4))))
-    assert share(rounds) >= 0.95, "after rounds in which nobody proposed"
-
-    turns = Turns(drafter, Wrong())
-    _, (rounds,) = run(t, turns, [PROMPT], params, "rejection", 4)
-    assert share([r for r, mine in zip(rounds, turns.asked) if mine]) >= 0.95, "after rounds of another drafter"
+    check_accepted(t, drafter, PROMPT, text, (1, 4, 5))
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------------

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import eagles
 import pytest
 import torch
-from toys import letters, plain, run, tiny_target
+from following import Now, check_accepted, check_cut_and_fork, shadow
+from toys import letters, plain, tiny_target
 
 from outrider.decode import Sequence as Decoded
-from outrider.decode import close_sequence, decode, open_sequence
-from outrider.drafters.base import Ask, Drafter, State
+from outrider.decode import decode, open_sequence
+from outrider.drafters.base import Ask
 from outrider.drafters.eagle import EagleDrafter, EagleOptions
 from outrider.drafters.features import PAIRS, FeatureState
-from outrider.errors import LoadError, ParameterError
+from outrider.errors import LoadError
 from outrider.sampling import SamplingParams
 from outrider.targets.attention import KVSlot, Segment
 from outrider.tree import Budget, DraftTree
@@ -27,6 +28,13 @@ LENGTH = 50
 
 def load(target: Any, folder: str, **options: Any) -> EagleDrafter:
     return EagleDrafter.load(target, EagleOptions(**{"min_probability": 0.0, **options}), folder)
+
+
+def refusal(target: Any, folder: str, **options: Any) -> str:
+    with pytest.raises(LoadError) as error:
+        load(target, folder, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 @pytest.fixture
@@ -254,32 +262,6 @@ def test_equals_the_paper_step_by_step(dialect: str, target: Any, tmp_path: Path
 # ---- the head follows the text ---------------------------------------------------------------------------------------------
 
 
-class Now:
-    """Budgets by round: so much where `on` says so."""
-
-    def __init__(self, on: Any, budget: Budget = Budget(6, 3)):
-        self.on, self.budget, self.calls = on, budget, 0
-
-    def budgets(self, sequences: Sequence[Any]) -> list[Budget]:
-        self.calls += 1
-        return [self.budget if self.on(self.calls, s.number) else Budget(0, 0) for s in sequences]
-
-    def learn(self, rounds: Any) -> None:
-        pass
-
-
-def shadow(target: Any, drafter: EagleDrafter, state: Any, tokens: Sequence[int], budget: Budget = Budget(12, 4)) -> None:
-    """The state proposes what a new one proposes that has seen the same text, with the same scores."""
-    sequence = Decoded(target, tokens, SamplingParams(), "rejection")
-    open_sequence(target, drafter, sequence)
-    state.sampler = sequence.sampler
-    mine, fresh = drafter.propose([Ask(state, tokens, budget), Ask(sequence.state, tokens, budget)])
-    assert len(mine) > 1 and mine.score is not None and fresh.score is not None
-    assert (mine.tokens, mine.parents) == (fresh.tokens, fresh.parents)
-    assert mine.score == pytest.approx(fresh.score, rel=1e-9)
-    close_sequence(target, sequence)
-
-
 @pytest.fixture(params=["eagle", "safeailab"])
 def drafter(request: Any, target: Any, tmp_path: Path) -> EagleDrafter:
     config, tensors = eagles.make(request.param)
@@ -304,20 +286,7 @@ def test_comes_back_after_any_rounds(target: Any, drafter: EagleDrafter) -> None
 @pytest.mark.parametrize("kept", [1, 2, 3, 12, 29, 30, 33])
 def test_goes_on_after_a_cut_and_a_fork(target: Any, drafter: EagleDrafter, kept: int) -> None:
     """The next turn of a conversation shares its first tokens; a fork has a text of its own."""
-    sequence = Decoded(target, [9, 8, 7] * 10, SamplingParams(max_tokens=9, ignore_eos=True), "rejection")
-    sequence.keep_open = True
-    for _ in decode(target, drafter, [sequence], Now(lambda *_: True)):
-        pass
-    slot, state = sequence.detach()
-    fork, other = target.open(slot, slot.length), state.fork(sequence.sampler)
-    for each, copy, end in ((slot, state, [40, 41, 42, 43]), (fork, other, [50, 51])):
-        target.truncate(each, kept)
-        copy.truncate(kept)
-        then = Decoded(target, [*sequence.tokens[:kept], *end], SamplingParams(), "rejection")
-        then.attach(each, copy)
-        open_sequence(target, drafter, then)
-        shadow(target, drafter, copy, then.tokens)
-    shadow(target, drafter, state, [*sequence.tokens[:kept], 40, 41, 42, 43])  # asked again, after the fork went its own way
+    check_cut_and_fork(target, drafter, kept)
 
 
 def test_a_fork_of_the_prompt(target: Any, drafter: EagleDrafter) -> None:
@@ -376,44 +345,6 @@ def test_memory_is_freed(target: Any, drafter: EagleDrafter) -> None:
 # ---- right wiring: an overfitted head is accepted --------------------------------------------------------------------------
 
 
-class Turns(Drafter):
-    """Two drafters by turns; both see every round."""
-
-    name = "turns"
-
-    def __init__(self, one: Drafter, other: Drafter):
-        super().__init__()
-        self.both, self.layers, self.calls = (one, other), one.layers, 0
-        self.asked: list[bool] = []
-
-    def open(self, sampler: Any) -> Any:
-        state = State(sampler)
-        state.both = [drafter.open(sampler) for drafter in self.both]  # type: ignore[attr-defined]
-        return state
-
-    def propose(self, work: Any) -> list[DraftTree]:
-        self.calls += 1
-        turn = self.calls % 2
-        self.asked.append(turn == 0)
-        return self.both[turn].propose([ask._replace(state=ask.state.both[turn]) for ask in work])
-
-    def observe(self, work: Any) -> None:
-        for i, drafter in enumerate(self.both):
-            drafter.observe([(state.both[i], *rest) for state, *rest in work])
-
-
-class Wrong(Drafter):
-    """Drafts tokens that are hardly ever right, in a tree."""
-
-    name = "wrong"
-
-    def open(self, sampler: Any) -> State:
-        return State(sampler)
-
-    def propose(self, work: Any) -> list[DraftTree]:
-        return [DraftTree((ask.tokens[-1], 98, 99, 98), (-1, 0, 0, 2)) for ask in work]
-
-
 @pytest.fixture(scope="module", params=["eagle", "safeailab"])
 def overfitted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     t = tiny_target("llama", spread=0.25)
@@ -426,161 +357,7 @@ def overfitted(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return t, head, text
 
 
-def share(rounds: Sequence[Any]) -> float:
-    """Accepted tokens of those that a path could hold, rounds that end the text left out."""
-    rounds = [r for r in rounds if r.proposed and not r.finish]
-    depths = [DraftTree(r.tokens, r.parents).depth for r in rounds]
-    assert len(rounds) >= 4 and min(depths) > 0
-    return sum(r.accepted for r in rounds) / sum(depths)
-
-
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_an_overfitted_head_is_accepted(overfitted: Any, shape: str) -> None:
     t, head, text = overfitted
-    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
-    drafter = EagleDrafter(head, EagleOptions(shape=shape))
-    for draft in (1, 4, 6):
-        found, (rounds,) = run(t, drafter, [PROMPT], params, "rejection", draft)
-        assert [*PROMPT, *found[0].tokens] == text
-        assert share(rounds) >= 0.95, draft
-
-    sequence = Decoded(t, PROMPT, params, "rejection")
-    rounds = list(decode(t, drafter, [sequence], Now(lambda call, _: call % 3 == 0, Budget(4, 4))))
-    assert share(rounds) >= 0.95, "after rounds in which nobody proposed"
-
-    turns = Turns(drafter, Wrong())
-    _, (rounds,) = run(t, turns, [PROMPT], params, "rejection", 4)
-    assert share([r for r, mine in zip(rounds, turns.asked) if mine]) >= 0.95, "after rounds of another drafter"
-
-
-# ---- what does not fit -----------------------------------------------------------------------------------------------------
-
-
-def refusal(target: Any, folder: str, **options: Any) -> str:
-    with pytest.raises(LoadError) as error:
-        load(target, folder, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("dialect", eagles.DIALECTS)
-def test_each_missing_tensor_is_named(dialect: str, target: Any, tmp_path: Path) -> None:
-    config, tensors = eagles.make(dialect, draft=range(40))
-    for name in tensors:
-        if name in ("t2d", "d2t", "embed_tokens.weight"):
-            continue
-        rest = {key: value for key, value in tensors.items() if key != name}
-        said = refusal(target, eagles.write(tmp_path / name, dialect, config, rest))
-        assert name in said or "not an EAGLE head" in said, said
-
-
-@pytest.mark.parametrize("dialect", eagles.DIALECTS)
-def test_each_wrong_shape_and_each_unknown_tensor_is_named(dialect: str, target: Any, tmp_path: Path) -> None:
-    config, tensors = eagles.make(dialect, draft=range(40))
-    for name, tensor in tensors.items():
-        wrong = tensor[..., :-1].contiguous()
-        said = refusal(target, eagles.write(tmp_path / name, dialect, config, {**tensors, name: wrong}))
-        assert name in said or (name == "t2d" and "d2t" in said), said
-    for extra in ("mask_hidden", eagles.PREFIX[dialect] + "self_attn.q_proj.bias"):
-        more = {**tensors, extra: torch.zeros(32)}
-        assert extra in refusal(target, eagles.write(tmp_path / extra, dialect, config, more))
-
-
-@pytest.mark.parametrize("dialect", eagles.DIALECTS)
-def test_a_head_for_another_target(dialect: str, tmp_path: Path) -> None:
-    config, tensors = eagles.make(dialect)
-    folder = eagles.write(tmp_path / "width", dialect, config, tensors)
-    assert "another target" in refusal(tiny_target("llama", hidden_size=48, num_attention_heads=6), folder)
-    large = tiny_target("llama", vocab_size=3000)
-    if dialect != "eagle":  # that has nothing of a vocabulary's size
-        assert "another target" in refusal(large, folder)
-    wanted = {**config, "target_hidden_size": 4096}
-    if dialect != "eagle":
-        said = refusal(tiny_target("llama"), eagles.write(tmp_path / "says", dialect, wanted, tensors))
-        assert "target_hidden_size" in said and "of 4096 numbers" in said
-
-
-@pytest.mark.parametrize("dialect", eagles.DIALECTS)
-def test_unknown_flags_are_refused_by_name(dialect: str, target: Any, tmp_path: Path) -> None:
-    config, tensors = eagles.make(dialect)
-    folder = eagles.write(tmp_path / "a", dialect, {**config, "double_norm": True}, tensors)
-    assert "double_norm" in refusal(target, folder)
-    load(target, folder, ignore="double_norm")
-    eagles.write(tmp_path / "a", dialect, {**config, "double_norm": False}, tensors)
-    load(target, folder)
-    quantised = {**config, "quantization_config": {"quant_method": "fp8"}}
-    assert "quantization_config" in refusal(target, eagles.write(tmp_path / "b", dialect, quantised, tensors))
-    if dialect == "speculators":
-        inner = {**config, "transformer_layer_config": {**config["transformer_layer_config"], "gated": 3}}
-        assert "transformer_layer_config.gated" in refusal(target, eagles.write(tmp_path / "c", dialect, inner, tensors))
-    if dialect == "specforge":
-        for key, value in (("use_aux_hidden_state", False), ("parallel", True)):
-            inner = {**config, "eagle_config": {key: value}}
-            assert f"eagle_config.{key}" in refusal(target, eagles.write(tmp_path / "d", dialect, inner, tensors))
-
-
-BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "no-such-family"}, "no-such-family"),
-    ({"model_type": "phi3"}, "not built like Llama"),
-    ({"hidden_size": "wide"}, "hidden_size"),
-    ({"hidden_size": None}, "hidden_size"),
-    ({"num_attention_heads": 5}, "q_proj"),
-    ({"num_hidden_layers": 2}, "layers.1."),
-    ({"norm_output": "yes"}, "norm_output"),
-    ({"fc_norm": True}, "fc_norm.0.weight"),
-    ({"norm_before_fc": True}, "input_norm.weight"),
-    ({"bias": True}, "fc.bias"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}, "2 layers, but fc.weight takes 3"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "layer 8"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "x"]}}, "'x'"),
-    ({"eagle_config": [1]}, "eagle_config"),
-    ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), BAD_CONFIGS, ids=[said for _, said in BAD_CONFIGS])
-def test_bad_configs(changes: dict[str, Any], said: str, target: Any, tmp_path: Path) -> None:
-    config, tensors = eagles.make("specforge")
-    assert said in refusal(target, eagles.write(tmp_path, "specforge", {**config, **changes}, tensors))
-
-
-def test_bad_vocabularies(target: Any, tmp_path: Path) -> None:
-    config, tensors = eagles.make("safeailab", draft=range(1, 90, 2))
-    for name, value, said in (
-        ("d2t", tensors["d2t"] + 90, "d2t"),
-        ("d2t", torch.arange(1, 90, 2), "d2t"),  # ids, not offsets
-        ("d2t", tensors["d2t"].double(), "d2t"),
-        ("t2d", ~tensors["t2d"], "t2d"),
-        ("t2d", tensors["t2d"].int(), "t2d"),
-    ):
-        assert said in refusal(target, eagles.write(tmp_path, "safeailab", config, {**tensors, name: value}))
-
-
-def test_other_folders_and_options(target: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert "no weights" in refusal(target, str(tmp_path / "empty"))
-    assert "no such" in refusal(target, str(tmp_path / "nowhere"))
-    config, tensors = eagles.make("speculators")
-    other = eagles.write(tmp_path / "p", "speculators", {**config, "speculators_model_type": "peagle"}, tensors)
-    assert "not an EAGLE head" in refusal(target, other)
-    config, tensors = eagles.make("eagle")
-    folder = eagles.write(tmp_path / "e", "eagle", config, tensors)
-    with pytest.raises(ParameterError, match="layers is for EAGLE-3"):
-        load(target, folder, layers=(1, 2, 3))
-    with pytest.raises(ParameterError, match="rope_theta"):
-        EagleOptions(rope_theta=0.0)
-
-
-def test_a_target_that_lends_nothing(tmp_path: Path) -> None:
-    from outrider.targets.base import Target
-    from outrider.targets.table import TableTarget
-
-    class Mean(TableTarget):
-        embed = Target.embed
-
-    table = Mean(hidden_size=32, vocab_size=101)
-    config, tensors = eagles.make("safeailab")
-    folder = eagles.write(tmp_path / "a", "safeailab", config, tensors)
-    assert "does not lend its embeddings" in refusal(table, folder, layers=(0, 1, 2))
-    full = {**tensors, "embed_tokens.weight": torch.randn(101, 32)}
-    load(table, eagles.write(tmp_path / "b", "safeailab", config, full), layers=(0, 1, 2))
+    check_accepted(t, EagleDrafter(head, EagleOptions(shape=shape)), PROMPT, text, (1, 4, 6))

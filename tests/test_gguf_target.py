@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_gguf import write_gguf
-from toys import letters, tiny_model
+from toys import bushy, fill, letters, tiny_model
 
 from outrider import models
 from outrider.targets import llama
@@ -57,26 +57,6 @@ def precise(library: str) -> dict[str, Any]:
 @functools.cache
 def target(library: str, kind: str = "llama", **placement: Any) -> GgufTarget:
     return GgufTarget.load(file(kind), library, placement=Placement(**{**precise(library), **placement}))
-
-
-def fill(t: GgufTarget, tokens: list[int]) -> Any:
-    slot = t.open()
-    for _ in t.prefill(slot, tokens):
-        pass
-    return slot
-
-
-def bushy(text: list[int], at: int, n: int) -> tuple[DraftTree, list[int]]:
-    """A tree below ``text[at]`` whose last child at each depth is right, and the nodes of the right path."""
-    tokens, parents, right = [text[at]], [-1], [0]
-    for token in text[at + 1 : at + n]:
-        for guess in ((token + 7) % 100, (token + 13) % 100, token):
-            tokens.append(guess)
-            parents.append(right[-1])
-        tokens.append(3)  # a grandchild on a wrong branch, between the right nodes
-        parents.append(len(tokens) - 4)
-        right.append(len(tokens) - 2)
-    return DraftTree(tuple(tokens), tuple(parents)), right
 
 
 def one_by_one(t: GgufTarget, tokens: list[int], after: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import letters, plain, run, tiny_model, tiny_target
+from toys import bushy, fill, letters, plain, run, tiny_model, tiny_target
 
 from outrider.drafters import NoDrafter
 from outrider.errors import LoadError, ParameterError
@@ -98,26 +98,6 @@ def built(case: str) -> tuple[TransformersTarget, list[int], torch.Tensor, list[
         out = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
     logits, states = out.logits[0].clone(), [state[0].clone() for state in out.hidden_states]
     return TransformersTarget(model, name=case), text, logits, states[:-1], states[-1]
-
-
-def fill(t: TransformersTarget, tokens: list[int], **options: Any) -> Any:
-    slot = t.open()
-    for _ in t.prefill(slot, tokens, **options):
-        pass
-    return slot
-
-
-def bushy(text: list[int], at: int, n: int) -> tuple[DraftTree, list[int]]:
-    """A tree below ``text[at]`` whose last child at each depth is right, and the nodes of the right path."""
-    tokens, parents, right = [text[at]], [-1], [0]
-    for token in text[at + 1 : at + n]:
-        for guess in ((token + 7) % 100, (token + 13) % 100, token):
-            tokens.append(guess)
-            parents.append(right[-1])
-        tokens.append(3)  # a grandchild on a wrong branch, between the right nodes
-        parents.append(len(tokens) - 4)
-        right.append(len(tokens) - 2)
-    return DraftTree(tuple(tokens), tuple(parents)), right
 
 
 @every_case

@@ -234,3 +234,23 @@ def tiny_target(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.f
 def letters(model: Any, n: int, seed: int = 0) -> list[int]:
     """`n` random token ids of `model`, none of them special."""
     return torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def fill(t: Target, tokens: list[int], **options: Any) -> Any:
+    slot = t.open()
+    for _ in t.prefill(slot, tokens, **options):
+        pass
+    return slot
+
+
+def bushy(text: list[int], at: int, n: int) -> tuple[DraftTree, list[int]]:
+    """A tree below ``text[at]`` whose last child at each depth is right, and the nodes of the right path."""
+    tokens, parents, right = [text[at]], [-1], [0]
+    for token in text[at + 1 : at + n]:
+        for guess in ((token + 7) % 100, (token + 13) % 100, token):
+            tokens.append(guess)
+            parents.append(right[-1])
+        tokens.append(3)  # a grandchild on a wrong branch, between the right nodes
+        parents.append(len(tokens) - 4)
+        right.append(len(tokens) - 2)
+    return DraftTree(tuple(tokens), tuple(parents)), right

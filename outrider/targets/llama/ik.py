@@ -56,30 +56,14 @@ class IkLibrary(Library):
             if not self.has_gpu and (kind := getattr(placement, name)) not in FLASH_TYPES:
                 raise ParameterError(f"{name}: {self.title} on a CPU has no {kind}; it has {', '.join(FLASH_TYPES)}")
 
-    def model_params(self, placement: Placement) -> Any:
-        params = self.binding.llama_model_default_params()
-        params.n_gpu_layers = self.gpu_layers(placement)
-        if placement.main_gpu is not None:
-            params.main_gpu, params.split_mode = placement.main_gpu, 0
+    def place_model(self, params: Any, placement: Placement) -> None:
         params.use_mmap = placement.mmap
         params.use_mlock = placement.mlock
         params.repack_tensors = placement.repack
-        params.kept = self.overrides(placement)
-        params.tensor_buft_overrides = ctypes.cast(params.kept, c_void_p) if params.kept else None
-        return params
 
-    def context_params(self, placement: Placement, cells: int, on_tensor: Any) -> Any:
-        params = self.binding.llama_context_default_params()
-        params.n_ctx = cells
-        params.n_batch, params.n_ubatch = placement.n_batch, placement.n_ubatch
-        params.n_seq_max = placement.n_seq_max
-        params.n_threads, params.n_threads_batch = placement.threads, placement.threads_batch
-        params.type_k, params.type_v = placement.cache_type("k"), placement.cache_type("v")
+    def place_context(self, params: Any, placement: Placement) -> None:
         params.flash_attn = True
         params.defrag_thold = DEFRAGMENT_FROM  # its cells must be free side by side, and trees leave holes
-        if on_tensor is not None:
-            params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
-        return params
 
     def most_rows(self, model: int) -> int | None:
         names = ["output.weight", "token_embd.weight"]

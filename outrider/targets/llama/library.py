@@ -124,12 +124,12 @@ class Library(ABC):
     # ---- what differs -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def model_params(self, placement: Placement) -> Any:
-        """Structure for `load_model`. What it points to is kept alive by attributes of it."""
+    def place_model(self, params: Any, placement: Placement) -> None:
+        """Set what this library's structure for loading models calls by names of its own."""
 
     @abstractmethod
-    def context_params(self, placement: Placement, cells: int, on_tensor: Any) -> Any:
-        """Structure for `new_context`. on_tensor: an EVAL_CALLBACK, or None."""
+    def place_context(self, params: Any, placement: Placement) -> None:
+        """Set what this library's structure for contexts calls by names of its own."""
 
     @abstractmethod
     def seq_rm(self, context: int, sequence: int, begin: int, end: int) -> None:
@@ -175,6 +175,30 @@ class Library(ABC):
             return 0
         wanted = placement.n_gpu_layers
         return 999 if wanted is None or wanted < 0 else wanted
+
+    def model_params(self, placement: Placement) -> Any:
+        """Structure for `load_model`. What it points to is kept alive by attributes of it."""
+        params = self.binding.llama_model_default_params()
+        params.n_gpu_layers = self.gpu_layers(placement)
+        if placement.main_gpu is not None:
+            params.main_gpu, params.split_mode = placement.main_gpu, 0
+        params.kept = self.overrides(placement)
+        params.tensor_buft_overrides = ctypes.cast(params.kept, c_void_p) if params.kept else None
+        self.place_model(params, placement)
+        return params
+
+    def context_params(self, placement: Placement, cells: int, on_tensor: Any) -> Any:
+        """Structure for `new_context`. on_tensor: an EVAL_CALLBACK, or None."""
+        params = self.binding.llama_context_default_params()
+        params.n_ctx = cells
+        params.n_batch, params.n_ubatch = placement.n_batch, placement.n_ubatch
+        params.n_seq_max = placement.n_seq_max
+        params.n_threads, params.n_threads_batch = placement.threads, placement.threads_batch
+        params.type_k, params.type_v = placement.cache_type("k"), placement.cache_type("v")
+        if on_tensor is not None:
+            params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
+        self.place_context(params, placement)
+        return params
 
     def load_model(self, path: str, placement: Placement) -> int | None:
         self.forget_log()

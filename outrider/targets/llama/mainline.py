@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import c_bool, c_int, c_int32, c_size_t, c_void_p
 from typing import Any
 
@@ -33,30 +32,14 @@ class MainlineLibrary(Library):
         self._device_buffer = self.bind("ggml_backend_dev_buffer_type", c_void_p, (c_void_p,))
         self.most_sequences = self.bind("llama_max_parallel_sequences", c_size_t, ())()
 
-    def model_params(self, placement: Placement) -> Any:
-        params = self.binding.llama_model_default_params()
-        params.n_gpu_layers = self.gpu_layers(placement)
-        if placement.main_gpu is not None:
-            params.main_gpu, params.split_mode = placement.main_gpu, 0
+    def place_model(self, params: Any, placement: Placement) -> None:
         params.load_mode = MMAP * placement.mmap + MLOCK * placement.mlock
         params.use_extra_bufts = placement.repack
-        params.kept = self.overrides(placement)
-        params.tensor_buft_overrides = ctypes.cast(params.kept, c_void_p) if params.kept else None
-        return params
 
-    def context_params(self, placement: Placement, cells: int, on_tensor: Any) -> Any:
-        params = self.binding.llama_context_default_params()
-        params.n_ctx = cells
-        params.n_batch, params.n_ubatch = placement.n_batch, placement.n_ubatch
-        params.n_seq_max = placement.n_seq_max
-        params.n_threads, params.n_threads_batch = placement.threads, placement.threads_batch
-        params.type_k, params.type_v = placement.cache_type("k"), placement.cache_type("v")
+    def place_context(self, params: Any, placement: Placement) -> None:
         params.kv_unified = params.swa_full = True  # cells of all sequences in one pool; windows can be rolled back
         if placement.flash_attention is not None:
             params.flash_attn_type = int(placement.flash_attention)
-        if on_tensor is not None:
-            params.cb_eval = ctypes.cast(on_tensor, self.binding.ggml_backend_sched_eval_callback)
-        return params
 
     def check(self, placement: Placement) -> None:
         super().check(placement)
