@@ -7,6 +7,7 @@ the drafted tokens before its own, and is run for each node of the tree; the oth
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Sequence
 
@@ -21,7 +22,7 @@ from ..sampling import Sampler
 from ..targets.base import Output, Target
 from ..tree import DraftTree
 from .base import Ask, Drafter, State, Work
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, resolve
 from .growth import Growth, TreeOptions
 
 MOST_PADDING = 1024
@@ -112,6 +113,16 @@ class HeadsDrafter(Drafter):
         parameters = sum(p.numel() for p in heads.parameters()) / max(len(heads), 1)
         self.least = min(parameters / target.n_parameters, 0.5) if target.n_parameters else 0.0
         settle(heads, target)
+
+    @classmethod
+    def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> HeadsDrafter:
+        assert source is not None
+        return cls.build(Checkpoint.read(resolve(source)), target, options)
+
+    @classmethod
+    @abstractmethod
+    def build(cls, checkpoint: Checkpoint, target: Target, options: Any) -> HeadsDrafter:
+        """From a checkpoint. Raises LoadError for what is no checkpoint of this kind, is not known, or does not fit `target`."""
 
     def open(self, sampler: Sampler) -> State:
         return LastState(sampler)

@@ -19,7 +19,7 @@ from ..sampling import Sampler
 from ..targets.attention import NAME, PassCache, Segment, passing
 from ..targets.base import Output, Target
 from .base import State, Work
-from .checkpoint import Checkpoint, resolve
+from .checkpoint import Checkpoint
 from .features import FeatureReader, FeatureState, last_states, store
 from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear, settle
 
@@ -41,11 +41,6 @@ class HydraDrafter(HeadsDrafter):
     """Chains and trees from Hydra heads."""
 
     name = "hydra"
-
-    @classmethod
-    def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> HydraDrafter:
-        assert source is not None
-        return cls.build(Checkpoint.read(resolve(source)), target, options)
 
     @classmethod
     def build(cls, checkpoint: Checkpoint, target: Target, options: Any) -> HydraDrafter:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import LoadError, OutriderWarning
 from ..targets.base import Target
-from .checkpoint import Checkpoint, resolve
+from .checkpoint import Checkpoint
 from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear
 
 INSIDE = "medusa_head."
@@ -46,11 +46,6 @@ class MedusaDrafter(HeadsDrafter):
         folder = Path(target.name)
         is_one = (folder / "config.json").is_file() and detect(Checkpoint.read(folder)) == "medusa-2"
         return target.name if is_one else None
-
-    @classmethod
-    def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> MedusaDrafter:
-        assert source is not None
-        return cls.build(Checkpoint.read(resolve(source)), target, options)
 
     @classmethod
     def build(cls, checkpoint: Checkpoint, target: Target, options: Any) -> MedusaDrafter:
