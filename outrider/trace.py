@@ -98,6 +98,17 @@ class Round:
         return min(len(self.path) - 1, len(self.emitted))
 
     @property
+    def own(self) -> str | None:
+        """What the emitted token that was not drafted is: ``recovered`` after a refusal, ``bonus`` after a path that was kept to its
+        end, ``plain`` in a round without a draft. None where the cut left only drafted tokens.
+        """
+        if len(self.emitted) <= self.accepted:
+            return None
+        if not self.proposed:
+            return "plain"
+        return "recovered" if self.path[-1] in self.parents[1:] else "bonus"
+
+    @property
     def text(self) -> str:
         return "".join(text for text, _ in self.pieces)
 

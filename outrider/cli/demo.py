@@ -12,7 +12,8 @@ from rich.table import Table
 from typer import Option
 
 from .options import Decoding, Output, Pair, Sampling, flags
-from .run import end_text, header, show
+from .run import header
+from .screen import end_text, legend, show
 from .session import (
     INTERRUPTED,
     as_prompt,
@@ -111,12 +112,13 @@ class Stage:
         if self._trace is not None:
             self._trace.write(replace(round, sequence=2 * self._number + (name == "drafted")))
         if not self._silent:
-            show(round.pieces)
+            show(round)
             if round.finish:
                 typer.echo()
 
     def conclude(self, outcome: Outcome) -> None:
         if not self._silent:
+            legend(outcome.drafted.rounds)
             typer.secho(f"\n{verdict(outcome)}", bold=True)
 
 
@@ -138,9 +140,23 @@ def finish(outcomes: list[Outcome], engine: Engine, pair: Pair, as_json: bool, s
         typer.echo(
             "tokens/s and ratio: after the prefill, ours against our own plain decoding; tokens per pass = emitted / passes"
         )
+        typer.echo(in_all(outcomes, pair.drafter))
     for outcome in outcomes:
         if pair.drafter != "none" and outcome.drafted.stats.proposed == 0:
             say(f"{outcome.prompt.category}: {nothing_drafted(pair.drafter)}")
+
+
+def in_all(outcomes: list[Outcome], drafter: str) -> str:
+    """The last line: all prompts together."""
+    from ..trace import combine
+
+    plain, drafted = (combine(getattr(o, name).stats for o in outcomes) for name in ("plain", "drafted"))
+    ratio = (drafted.tokens_per_second or 0) / plain.tokens_per_second if plain.tokens_per_second else 0
+    return (
+        f"In all: {ratio:.2f} times plain decoding with {drafter} ({drafted.tokens_per_second or 0:.1f} / "
+        f"{plain.tokens_per_second or 0:.1f} tokens/s), {drafted.acceptance_length or 0:.2f} tokens per pass, "
+        f"{drafted.accepted} accepted / {drafted.proposed} proposed"
+    )
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, Iterable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from .options import Decoding, Output, Pair, Sampling, flags, read_text, refuse_together, text_or_file, usage
+from .screen import end_text, legend, show
 from .session import (
     INTERRUPTED,
     as_prompt,
@@ -104,7 +105,7 @@ def answer(engine: Engine, prompt: Any, params: SamplingParams, pair: Pair, outp
                     if trace:
                         trace.write(round)
                     if not output.json:
-                        show(round.pieces)
+                        show(round)
         except KeyboardInterrupt:
             interrupted = True
     result = engine.result(sequence, rounds)
@@ -112,6 +113,7 @@ def answer(engine: Engine, prompt: Any, params: SamplingParams, pair: Pair, outp
         print_json(as_json(result, engine, pair))
     elif rounds and (result.tokens or not result.error):
         end_text()
+        legend(rounds)
         report(result, pair)
     finish(result, interrupted)
 
@@ -133,21 +135,6 @@ def report(result: Result, pair: Pair) -> None:
     say(f"[{result.finish_reason}] {figures(result.stats, result.rule, result.lossy, pair.drafter)}")
     if drafted_nothing(result.rounds):
         say(nothing_drafted(pair.drafter))
-
-
-def show(pieces: Iterable[tuple[str, bool]]) -> None:
-    """Write text as it comes; on a terminal drafted parts are green and underlined, elsewhere it is the text alone."""
-    marked = sys.stdout.isatty()
-    for text, drafted in pieces:
-        sys.stdout.write(typer.style(text, fg=typer.colors.GREEN, underline=True) if marked and drafted else text)
-    sys.stdout.flush()
-
-
-def end_text() -> None:
-    """A line's end after the text, where a person reads it."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\n")
-        sys.stdout.flush()
 
 
 def as_json(result: Result, engine: Engine, pair: Pair) -> dict[str, Any]:
@@ -215,14 +202,15 @@ def say_turn(answer: Any) -> list[Round]:
     with closing(answer) as chunks:
         try:
             for chunk in chunks:
-                show(chunk.pieces)
                 if chunk.round is not None:
+                    show(chunk.round)
                     rounds.append(chunk.round)
         except KeyboardInterrupt:
             say(" [stopped]")
     sys.stdout.write("\n")
     sys.stdout.flush()
     if rounds:
+        legend(rounds)
         last = rounds[-1]
         say(f"[{last.finish or 'stopped'}] {figures(statistics(rounds), last.rule, last.lossy, last.drafter)}")
     return rounds
