@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Iterator, Protocol
+from typing import Callable, Iterator, Protocol
 from typing import Sequence as Many
 
-import torch
 from torch import Tensor
 
 from . import accept, relaxed
 from .drafters.base import Ask, Drafter, State
-from .errors import DraftError, LogitsError, ParameterError, PromptError
+from .errors import DraftError, LogitsError, OutriderError, ParameterError, PromptError
+from .logprobs import logprobs_of
 from .sampling import Sampler, SamplingParams
-from .targets.base import Output, Slot, Target
+from .targets.base import Slot, Target
 from .text import Detokenizer, find_stop, held_back
-from .trace import Round, Times, TokenLogprob
+from .trace import Round, Times
 from .tree import Budget, DraftTree
+
+ALONE = 512
+"""Prompt tokens that are computed at once where nothing else is running, so that a cancelled prompt ends soon."""
 
 
 class Pace(Protocol):
@@ -66,6 +69,8 @@ class Sequence:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.sampler = Sampler(params, prompt, target.vocab_size, target.eos, rule, choice, target.tokenizer)
+        self.drafter: Drafter | None = None  # where it is not the batch's own
+        self.most_drafted: int | None = None  # nodes in a round, where its owner wants fewer than the pace allows
         self._held: tuple[Slot, State] | None = None
         self.keep_open = False
         self.cancelled = False
@@ -184,40 +189,135 @@ def decode(target: Target, drafter: Drafter, sequences: Many[Sequence], pace: Pa
     Each sequence has its own parameters and accept rule. What ended sequences held is freed, also when the generator is closed
     early, unless they are marked `keep_open`.
     """
-    sequences = list(sequences)
+    batch = Batch(target, drafter, pace)
+    for sequence in sequences:
+        batch.add(sequence)
     try:
-        for sequence in sequences:
-            open_sequence(target, drafter, sequence)
-        while active := [s for s in sequences if not (s.finish or s.cancelled)]:
-            rounds = step(target, drafter, active, pace)
-            for sequence in sequences:
+        while batch.is_busy:
+            yield from batch.step()
+    finally:
+        batch.close()
+
+
+class Batch:
+    """Sequences that decode together; they join and leave between rounds.
+
+    chunk: most prompt tokens that are computed between two rounds, so that a long prompt does not stall the others; None: whole
+    prompts. prepare: called with each sequence right before its prompt is computed; it may attach a fork, so that less is to do.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        pace: Pace,
+        chunk: int | None = None,
+        prepare: Callable[[Sequence], None] | None = None,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.pace = pace
+        self.chunk = chunk
+        self.prepare = prepare
+        self.joining: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._prepared: Sequence | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.joining or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let the sequence join. To take it out early, mark it `cancelled`: it leaves before the next round."""
+        self.joining.append(sequence)
+
+    def step(self) -> list[Round]:
+        """Compute prompts of those that join, and one round of all that run.
+
+        When it raises an OutriderError, no sequence has changed, and `step_apart` can find out whose error it is.
+        """
+        self._leave()
+        self._join()
+        rounds = step(self.target, self.drafter, self.running, self.pace) if self.running else []
+        self._leave()
+        return rounds
+
+    def step_apart(self) -> list[Round]:
+        """One round of each sequence by itself, the newest first. What fails ends with its error and frees what it held."""
+        rounds = []
+        try:
+            self._join()
+        except OutriderError as error:
+            self._fail(self.joining[0], error)
+        for sequence in reversed(self.running):
+            try:
+                rounds += step(self.target, self.drafter, [sequence], self.pace)
+            except OutriderError as error:
+                self._fail(sequence, error)
+        self._leave()
+        return rounds
+
+    def close(self) -> None:
+        """Cancel what has not ended, and free what all of them held."""
+        for sequence in (*self.joining, *self.running):
+            sequence.cancelled = True
+        self._leave()
+
+    def _join(self) -> None:
+        """Compute prompts, in order, as many tokens as are due."""
+        left = None if self.chunk is None else self.chunk if self.running else max(self.chunk, ALONE)
+        while self.joining and (left is None or left > 0):
+            sequence = self.joining[0]
+            if self.prepare and sequence is not self._prepared:
+                self._prepared = sequence
+                self.prepare(sequence)
+            before = sequence.slot.length if sequence.is_open else 0
+            if open_sequence(self.target, self.drafter, sequence, left):
+                self.running.append(self.joining.pop(0))
+                if sequence.finish:
+                    self._leave()
+            if left is not None:
+                left -= sequence.slot.length - before if sequence.is_open else 0
+
+    def _leave(self) -> None:
+        """Let go of what has ended."""
+        for group in (self.joining, self.running):
+            for sequence in group:
                 if sequence.cancelled:
                     sequence.finish = sequence.finish or "cancelled"
                 if sequence.finish:
-                    close_sequence(target, sequence)
-            yield from rounds
-    finally:
-        for sequence in sequences:
-            sequence.finish = sequence.finish or "cancelled"
-            close_sequence(target, sequence)
+                    close_sequence(self.target, sequence)
+            group[:] = [sequence for sequence in group if not sequence.finish]
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        sequence.finish, sequence.error, sequence.keep_open = "error", str(error), False
+        close_sequence(self.target, sequence)
 
 
-def open_sequence(target: Target, drafter: Drafter, sequence: Sequence) -> None:
-    """Give the sequence a slot and a drafter state, and prefill all but its anchor.
+def open_sequence(target: Target, drafter: Drafter, sequence: Sequence, most: int | None = None) -> bool:
+    """Give the sequence a slot and a drafter state, and prefill all but its anchor; returns whether that is complete.
 
     A sequence that already holds a slot (a fork, the next turn of a conversation) has only what is new computed.
+    most: tokens to compute in this call; None for all.
     """
     began = time.perf_counter_ns()
+    drafter = sequence.drafter or drafter
     if not sequence.is_open:
         state = drafter.open(sequence.sampler)
-        sequence.attach(target.open(), state)
-    new = sequence.tokens[sequence.slot.length : -1]
+        try:
+            sequence.attach(target.open(), state)
+        except BaseException:
+            state.close()
+            raise
+    new = sequence.tokens[sequence.slot.length : -1][:most]
     for output in target.prefill(sequence.slot, new, layers=drafter.layers):
         rows = range(sequence.slot.length - output.start)
         drafter.observe([(sequence.state, sequence.tokens, output, rows)])
     sequence.prefill_ns += time.perf_counter_ns() - began
-    if sequence.room <= 0:
+    complete = sequence.slot.length == len(sequence.tokens) - 1
+    if complete and sequence.room <= 0:
         sequence.finish = "length"
+    return complete
 
 
 def close_sequence(target: Target, sequence: Sequence) -> None:
@@ -233,10 +333,12 @@ def close_sequence(target: Target, sequence: Sequence) -> None:
 def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -> list[Round]:
     """One round of every active sequence, through one pass of the target."""
     clock = _Clock()
-    budgets = [_within_limits(budget, s, drafter) for budget, s in zip(pace.budgets(active), active, strict=True)]
-    trees = _propose(drafter, active, budgets, target.vocab_size)
+    drafters = [s.drafter or drafter for s in active]
+    budgets = [_within_limits(*each) for each in zip(pace.budgets(active), active, drafters, strict=True)]
+    trees = _propose(drafters, active, budgets, target.vocab_size)
     clock.lap("propose")
-    outputs = target.forward([(s.slot, tree) for s, tree in zip(active, trees)], layers=drafter.layers)
+    layers = list(dict.fromkeys(key for each in drafters for key in each.layers))
+    outputs = target.forward([(s.slot, tree) for s, tree in zip(active, trees)], layers=layers)
     clock.lap("forward")
 
     laws: list[Tensor | LogitsError] = []
@@ -269,12 +371,15 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
     for s, path in zip(active, kept):
         target.commit(s.slot, path)
     clock.lap("commit")
-    drafter.observe([(s.state, s.tokens, output, path) for s, output, path in zip(active, outputs, kept)])
+    for each, mine in _by_drafter(drafters):
+        each.observe([(active[i].state, active[i].tokens, outputs[i], kept[i]) for i in mine])
     clock.lap("observe")
 
     rows = sum(map(len, trees))
     rounds = []
-    for s, tree, budget, output, p, decision, tokens in zip(active, trees, budgets, outputs, laws, decisions, emitted):
+    for s, own, tree, budget, output, p, decision, tokens in zip(
+        active, drafters, trees, budgets, outputs, laws, decisions, emitted
+    ):
         known = isinstance(p, Tensor)
         rounds.append(
             Round(
@@ -290,13 +395,13 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
                 path=decision.path,
                 emitted=tuple(tokens),
                 pieces=s.show(),
-                logprobs=_logprobs(output, decision.path, tokens, s.params.logprobs) if known else None,
+                logprobs=logprobs_of(output, decision.path, tokens, s.params.logprobs) if known else None,
                 finish=s.finish,
                 error=s.error,
                 rule=s.rule,
                 lossy=s.lossy,
                 seed=s.sampler.seed,
-                drafter=drafter.name,
+                drafter=own.name,
                 budget=budget,
                 rows=rows,
                 sequences=len(active),
@@ -310,25 +415,36 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
 
 def _within_limits(budget: Budget, sequence: Sequence, drafter: Drafter) -> Budget:
     """No token is drafted that could not be emitted, or that the drafter has no position for."""
-    depth = min(budget.depth, budget.nodes, sequence.room - 1)
+    nodes = budget.nodes if sequence.most_drafted is None else min(budget.nodes, sequence.most_drafted)
+    depth = min(budget.depth, nodes, sequence.room - 1)
     if drafter.context_length is not None:
         depth = min(depth, drafter.context_length - len(sequence.tokens))
     if depth <= 0:
         return Budget(0, 0, budget.price)
-    return Budget(budget.nodes, depth, budget.price)
+    return Budget(nodes, depth, budget.price)
 
 
-def _propose(drafter: Drafter, active: Many[Sequence], budgets: Many[Budget], vocab_size: int) -> list[DraftTree]:
-    """Ask the drafter for every sequence that may draft; the others get the anchor alone."""
+def _propose(drafters: Many[Drafter], active: Many[Sequence], budgets: Many[Budget], vocab_size: int) -> list[DraftTree]:
+    """Ask the drafter of every sequence that may draft; the others get the anchor alone."""
     trees = [DraftTree.chain(s.tokens[-1]) for s in active]
-    asked = [i for i, budget in enumerate(budgets) if budget.nodes > 0]
-    if asked:
+    for drafter, mine in _by_drafter(drafters):
+        asked = [i for i in mine if budgets[i].nodes > 0]
+        if not asked:
+            continue
         proposed = drafter.propose([Ask(active[i].state, active[i].tokens, budgets[i], active[i].slot) for i in asked])
         if len(proposed) != len(asked):
             raise DraftError(f"the drafter {drafter.name!r} returned {len(proposed)} trees for {len(asked)} sequences")
         for i, tree in zip(asked, proposed):
             trees[i] = _admitted(drafter, tree, active[i].tokens[-1], budgets[i], vocab_size)
     return trees
+
+
+def _by_drafter(drafters: Many[Drafter]) -> list[tuple[Drafter, list[int]]]:
+    """Each drafter with the sequences that it drafts for."""
+    groups: dict[int, tuple[Drafter, list[int]]] = {}
+    for i, drafter in enumerate(drafters):
+        groups.setdefault(id(drafter), (drafter, []))[1].append(i)
+    return list(groups.values())
 
 
 def _admitted(drafter: Drafter, tree: DraftTree, anchor: int, budget: Budget, vocab_size: int) -> DraftTree:
@@ -349,34 +465,6 @@ def _q_of(tree: DraftTree) -> tuple[float | None, ...]:
     values = accept.q_at_tokens(tree)
     drawn = [tree.law(parent) is not None for parent in tree.parents[1:]]
     return (None, *(value if is_drawn else None for value, is_drawn in zip(values[1:], drawn)))
-
-
-def _logprobs(output: Output, path: Many[int], tokens: Many[int], top: int | None) -> tuple[TokenLogprob, ...] | None:
-    """Log-probabilities of the emitted `tokens`, from the rows that predicted them."""
-    if top is None:
-        return None
-    if not tokens:
-        return ()
-    assert output.logits is not None
-    rows = output.logits[list(path[: len(tokens)])]
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    logprobs = rows.log_softmax(dim=-1)  # [m, V]
-    chosen = logprobs.gather(1, torch.tensor(list(tokens), device=rows.device)[:, None])[:, 0].tolist()
-    if top == 0:
-        return tuple(TokenLogprob(token, value) for token, value in zip(tokens, chosen))
-    best = _top(logprobs, top)
-    return tuple(TokenLogprob(token, value, alternatives) for token, value, alternatives in zip(tokens, chosen, best))
-
-
-def _top(logprobs: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
-    """The k most likely tokens of each row, of equals the lowest ids."""
-    values = logprobs.topk(min(k, logprobs.shape[1]), dim=-1).values
-    result = []
-    for row, least in zip(logprobs, values[:, -1]):
-        ids = (row >= least).nonzero()[:, 0]
-        order = row[ids].sort(descending=True, stable=True)
-        result.append(tuple(zip(ids[order.indices][:k].tolist(), order.values[:k].tolist())))
-    return result
 
 
 class _Clock:
