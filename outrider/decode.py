@@ -7,14 +7,15 @@ own acceptance; one pass of the target serves them all.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Callable, Iterator, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Callable, Iterator
 from typing import Sequence as Many
 
 from torch import Tensor
 
 from . import accept, relaxed
-from .drafters.base import Ask, Drafter, State
+from .drafters.base import Ask, Drafter, State, Work
 from .errors import DraftError, LogitsError, OutriderError, ParameterError, PromptError
 from .logprobs import logprobs_of
 from .sampling import Sampler, SamplingParams
@@ -27,25 +28,29 @@ ALONE = 512
 """Prompt tokens that are computed at once where nothing else is running, so that a cancelled prompt ends soon."""
 
 
-class Pace(Protocol):
+class Pace(ABC):
     """Decides how much each sequence may draft in a round."""
 
-    def budgets(self, sequences: Many[Sequence]) -> list[Budget]: ...
+    @abstractmethod
+    def budgets(self, sequences: Many[Sequence]) -> list[Budget]:
+        """What each sequence may draft; nothing: its drafter is not called."""
 
-    def learn(self, rounds: Many[Round]) -> None: ...
+    def propose(self, drafter: Drafter, sequences: Many[Sequence], work: Work) -> list[DraftTree]:
+        """The drafts of those sequences of a drafter that may draft. What was chosen without chance may be cut here."""
+        return drafter.propose(work)
+
+    def learn(self, rounds: Many[Round]) -> None:
+        """The rounds that came of it, in the order of the sequences."""
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Pace):
     """The same budget in every round: `draft` nodes, as deep as that allows."""
 
     draft: int
 
     def budgets(self, sequences: Many[Sequence]) -> list[Budget]:
         return [Budget(self.draft, self.draft)] * len(sequences)
-
-    def learn(self, rounds: Many[Round]) -> None:
-        pass
 
 
 class Sequence:
@@ -335,7 +340,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
     clock = _Clock()
     drafters = [s.drafter or drafter for s in active]
     budgets = [_within_limits(*each) for each in zip(pace.budgets(active), active, drafters, strict=True)]
-    trees = _propose(drafters, active, budgets, target.vocab_size)
+    trees = _propose(drafters, active, budgets, pace, target.vocab_size)
     clock.lap("propose")
     layers = list(dict.fromkeys(key for each in drafters for key in each.layers))
     outputs = target.forward([(s.slot, tree) for s, tree in zip(active, trees)], layers=layers)
@@ -401,7 +406,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
                 rule=s.rule,
                 lossy=s.lossy,
                 seed=s.sampler.seed,
-                drafter=own.name,
+                drafter=tree.drafter or own.name,
                 budget=budget,
                 rows=rows,
                 sequences=len(active),
@@ -420,18 +425,21 @@ def _within_limits(budget: Budget, sequence: Sequence, drafter: Drafter) -> Budg
     if drafter.context_length is not None:
         depth = min(depth, drafter.context_length - len(sequence.tokens))
     if depth <= 0:
-        return Budget(0, 0, budget.price)
-    return Budget(nodes, depth, budget.price)
+        return replace(budget, nodes=0, depth=0)
+    return replace(budget, nodes=nodes, depth=depth)
 
 
-def _propose(drafters: Many[Drafter], active: Many[Sequence], budgets: Many[Budget], vocab_size: int) -> list[DraftTree]:
+def _propose(
+    drafters: Many[Drafter], active: Many[Sequence], budgets: Many[Budget], pace: Pace, vocab_size: int
+) -> list[DraftTree]:
     """Ask the drafter of every sequence that may draft; the others get the anchor alone."""
     trees = [DraftTree.chain(s.tokens[-1]) for s in active]
     for drafter, mine in _by_drafter(drafters):
         asked = [i for i in mine if budgets[i].nodes > 0]
         if not asked:
             continue
-        proposed = drafter.propose([Ask(active[i].state, active[i].tokens, budgets[i], active[i].slot) for i in asked])
+        work = [Ask(active[i].state, active[i].tokens, budgets[i], active[i].slot) for i in asked]
+        proposed = pace.propose(drafter, [active[i] for i in asked], work)
         if len(proposed) != len(asked):
             raise DraftError(f"the drafter {drafter.name!r} returned {len(proposed)} trees for {len(asked)} sequences")
         for i, tree in zip(asked, proposed):

@@ -64,7 +64,7 @@ class Engine:
     """
 
     def __init__(self, target: Target, drafter: Drafter, draft: int | Pace = 8, accept: str | None = None):
-        if isinstance(draft, bool) or not (isinstance(draft, int) or hasattr(draft, "budgets")):
+        if isinstance(draft, bool) or not (isinstance(draft, (int, Pace))):
             raise ParameterError(f"draft must be a whole number or a Pace; got {draft!r}")
         if isinstance(draft, int) and not 0 <= draft <= 1024:
             raise ParameterError(f"draft must be from 0 to 1024; got {draft}")

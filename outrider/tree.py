@@ -28,12 +28,14 @@ class DraftTree:
     q: for each node the law ``[V]`` from which its CHILDREN were drawn, one after the other without replacement, or
         None where they are a point mass (chosen without chance). None instead of the tuple: no node has a law.
     score: the drafter's own guess of how likely each node is given its parent; for traces and planning only.
+    drafter: who proposed it, where there are several.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     q: tuple[Tensor | None, ...] | None = None
     score: tuple[float, ...] | None = None
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -135,6 +137,7 @@ class DraftTree:
             parents=tuple(new_index[self.parents[i]] for i in kept),
             q=None if self.q is None else tuple(self.q[i] for i in kept),
             score=None if self.score is None else tuple(self.score[i] for i in kept),
+            drafter=self.drafter,
         )
 
 
@@ -144,12 +147,22 @@ class Budget:
 
     nodes: at most this many drafted nodes (the anchor is not counted).
     depth: at most this many tokens on any path below the anchor.
-    price: what one more row costs, as a share of a plain step; a node less likely than this is not worth drafting.
+    price: what one more row costs, in tokens; a node less likely than this is not worth drafting. With a price the drafter's own
+        default for that is not asked; with 0 it is.
+    step: what another step of the drafter costs, in tokens that it must be expected to bring; a drafter that pays for each level
+        stops where what it has drafted is less likely than this.
     """
 
     nodes: int
     depth: int
     price: float = 0.0
+    step: float = 0.0
+
+    def least(self, asked: float | None, default: float) -> float:
+        """How likely a node must be to be drafted. asked: what the user wants; default: of the drafter, for who names no price."""
+        if asked is None:
+            asked = 0.0 if self.price else default
+        return max(asked, self.price)
 
 
 # ---- best first ----------------------------------------------------------------------------------------------------

@@ -7,14 +7,14 @@ from typing import Any, Sequence
 import pytest
 from toys import run
 
+from outrider.decode import Pace, close_sequence, decode, open_sequence
 from outrider.decode import Sequence as Decoded
-from outrider.decode import close_sequence, decode, open_sequence
 from outrider.drafters.base import Ask, Drafter, State
 from outrider.sampling import SamplingParams
 from outrider.tree import Budget, DraftTree
 
 
-class Now:
+class Now(Pace):
     """Budgets by round: so much where `on` says so."""
 
     def __init__(self, on: Any, budget: Budget = Budget(6, 3)):
@@ -23,9 +23,6 @@ class Now:
     def budgets(self, sequences: Sequence[Any]) -> list[Budget]:
         self.calls += 1
         return [self.budget if self.on(self.calls, s.number) else Budget(0, 0) for s in sequences]
-
-    def learn(self, rounds: Any) -> None:
-        pass
 
 
 def shadow(target: Any, drafter: Drafter, state: Any, tokens: Sequence[int], budget: Budget = Budget(12, 4)) -> None:

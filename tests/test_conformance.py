@@ -337,19 +337,16 @@ def test_truncate_and_fork(name: str, shape: str, kept: int) -> None:
 def test_off_for_a_while(name: str, shape: str) -> None:
     """A drafter that was not asked for several rounds comes back, and the output is plain decoding's."""
 
-    class Now:
+    from outrider.decode import Pace, decode
+    from outrider.decode import Sequence as Decoded
+
+    class Now(Pace):
         calls = 0
 
         def budgets(self, sequences: Sequence[Any]) -> list[Budget]:
             self.calls += 1
             on = self.calls % 5 in (0, 1)
             return [Budget(4, 4) if on != (s.number == 1) else Budget(0, 0) for s in sequences]
-
-        def learn(self, rounds: Any) -> None:
-            pass
-
-    from outrider.decode import Sequence as Decoded
-    from outrider.decode import decode
 
     t = target()
     drafter, extra = make(name, shape, t)

@@ -158,6 +158,19 @@ def test_what_is_drawn_is_decided_before(shape: dict[str, Any], how: str) -> Non
     assert unlikely > 3
 
 
+def test_a_price_takes_the_place_of_the_default_and_a_step_ends_the_draft() -> None:
+    """No level is begun below nodes that together are less likely than a step costs; what was drafted stays."""
+    given = options(greedy=True)
+    whole = grow(given, Budget(6, 6, price=1e-9), least=0.9)
+    assert len(grow(given, Budget(6, 6), least=0.9)) < len(whole) == 7
+    for step in (0.0, 0.02, 0.2, 0.9):
+        reached = [level for level in range(1, 6) if chance(whole.path_tokens(level)) < step]
+        assert grow(given, Budget(6, 6, price=1e-9, step=step)).depth == min(reached, default=6)
+    bushy = options(shape="tree", growth="best", width=2)
+    depths = [grow(bushy, Budget(6, 6, price=1e-9, step=step)).depth for step in (0.0, 0.2, 1.0)]
+    assert depths == sorted(depths, reverse=True) and depths[0] > depths[2] == 1
+
+
 def test_logits_that_are_no_distribution_end_a_branch() -> None:
     for growth in ("dynamic", "best", "static", "sampled"):
         sampler = Sampler(SamplingParams(temperature=1.0), [1, 2], 9)

@@ -196,15 +196,12 @@ def test_it_stops_before_it_draws(how: str, values: dict[str, Any]) -> None:
     )
     drawn = 0
 
-    class Priced:
+    from outrider.decode import Pace, decode
+    from outrider.decode import Sequence as Decoded
+
+    class Priced(Pace):
         def budgets(self, sequences: Sequence[Any]) -> list[Budget]:
             return [Budget(8, 8, 0.3 if how == "price" else 0.0)] * len(sequences)
-
-        def learn(self, rounds: Any) -> None:
-            pass
-
-    from outrider.decode import Sequence as Decoded
-    from outrider.decode import decode
 
     s = Decoded(t, [1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True, **values), "rejection")
     original = s.sampler.draw

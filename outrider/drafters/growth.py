@@ -99,13 +99,13 @@ class Growth:
     """
 
     def __init__(self, sampler: Sampler, anchor: int, budget: Budget, options: TreeOptions, least: float = 0.0):
-        """least: what `options.min_probability` is where it is not given."""
+        """least: what `options.min_probability` is where neither it nor a price is given."""
         self.sampler = sampler
         self.tokens = [anchor]
         self.parents = [-1]
         self.frontier: list[int] = []
-        wanted = least if options.min_probability is None else options.min_probability
-        self._least = max(wanted, budget.price)
+        self._least = budget.least(options.min_probability, least)
+        self._step = budget.step
         self._nodes = budget.nodes if options.nodes is None else min(budget.nodes, options.nodes)
         self._depth = min(budget.depth, self._nodes) if options.depth is None else min(budget.depth, self._nodes, options.depth)
         self._growth = "chain" if options.shape == "chain" else options.growth or "dynamic"
@@ -173,6 +173,8 @@ class Growth:
     def _live(self, new: Sequence[int]) -> list[int]:
         """Which of the new nodes are to have children."""
         if not new or len(self._ranks[new[0]]) >= self._depth:
+            return []
+        if sum(self.likely[node] for node in new) < self._step:
             return []
         if self._growth == "chain":
             return list(new)

@@ -24,25 +24,26 @@ SURE = 2
 """So many agreeing tokens make a place sure."""
 LOST = 8
 """After so many tokens in a row that agree with nothing, nothing is drafted until a place is found."""
+MIN_PROBABILITY = 0.1
 
 
 @dataclass(frozen=True)
 class PredictionOptions(Options):
     """text, file: the expected text, or a UTF-8 file that has it, for requests that bring no prediction of their own.
     max_match: longest run of last tokens that is looked for after a difference. min_probability: a token is drafted when it,
-    with all before it, is at least this likely. max_length: most drafted tokens.
+    with all before it, is at least this likely; by default 0.1, or what the round's price says. max_length: most drafted tokens.
     """
 
     text: str | None = None
     file: str | None = None
     max_match: int = 4
-    min_probability: float = 0.1
+    min_probability: float | None = None
     max_length: int = 64
 
     def __post_init__(self) -> None:
         if self.text is not None and self.file is not None:
             raise ParameterError("give option text or option file, not both")
-        if not 0 <= self.min_probability <= 1:
+        if self.min_probability is not None and not 0 <= self.min_probability <= 1:
             raise ParameterError(f"option min_probability must be from 0 to 1; got {self.min_probability!r}")
         if not isinstance(self.max_match, int) or not SURE <= self.max_match <= 32:
             raise ParameterError(f"option max_match must be a whole number from {SURE} to 32; got {self.max_match!r}")
@@ -139,7 +140,7 @@ class PredictionDrafter(Drafter):
         state.catch_up(tokens)
         drafts: list[int] = []
         chances: list[float] = []
-        path, least = 1.0, max(self.options.min_probability, budget.price)
+        path, least = 1.0, budget.least(self.options.min_probability, MIN_PROBABILITY)
         if not state.lost:
             length = min(budget.nodes, budget.depth, self.options.max_length)
             for depth, token in enumerate(state.expected[state.pointer : state.pointer + length]):

@@ -26,6 +26,7 @@ NOVELTY = [2.0 * max(match, 1) ** -1.2 for match in range(65)]
 """For a context of this many tokens, the weight of a continuation not seen yet, in occurrences; fitted to outputs of models."""
 PRIOR = 4.0
 """Surprises that the correction starts from, with as many expected."""
+MIN_PROBABILITY = 0.15
 
 BORDER = None
 """Equals no token, so no context spans it."""
@@ -34,18 +35,19 @@ BORDER = None
 @dataclass(frozen=True)
 class SuffixOptions(Options):
     """shape: chain, or tree (for accept rules that take trees). min_probability: a token is drafted when it, with all on the
-    way to it, is at least this likely. max_length: most drafted tokens on a path. min_match: shortest context to draft from.
+    way to it, is at least this likely; by default 0.15, or what the round's price says. max_length: most drafted tokens on a path.
+    min_match: shortest context to draft from.
     """
 
     shape: str = "chain"
-    min_probability: float = 0.15
+    min_probability: float | None = None
     max_length: int = 64
     min_match: int = 1
 
     def __post_init__(self) -> None:
         if self.shape not in ("chain", "tree"):
             raise ParameterError(f"option shape must be chain or tree; got {self.shape!r}")
-        if not 0 <= self.min_probability <= 1:
+        if self.min_probability is not None and not 0 <= self.min_probability <= 1:
             raise ParameterError(f"option min_probability must be from 0 to 1; got {self.min_probability!r}")
         for name in ("max_length", "min_match"):
             value = getattr(self, name)
@@ -160,5 +162,5 @@ class SuffixDrafter(Drafter):
             lambda guess: state.continuations(guess.state, guess.match, most),
             budget.nodes,
             depth,
-            max(options.min_probability, budget.price),
+            budget.least(options.min_probability, MIN_PROBABILITY),
         )
