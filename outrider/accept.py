@@ -11,7 +11,7 @@ branch on each outcome and compute a rule's law exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Callable, Protocol, Sequence
 
 import torch
 from torch import Tensor
@@ -32,13 +32,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Test:
-    """One decision about one drafted node."""
+    """One decision about one drafted node. draw: the number in [0, 1) that decided, where chance did: kept if below `probability`."""
 
     __test__ = False  # not a test class for pytest
 
     node: int
     probability: float
     kept: bool
+    draw: float | None = None
 
 
 @dataclass(frozen=True)
@@ -258,12 +259,12 @@ def coupled(tree: DraftTree, p: Tensor, draws: Source) -> Decision:
         path.append(kept)
 
 
-def at_tokens(tree: DraftTree, p: Tensor) -> list[float]:
-    """p of each drafted token at its parent's row; 1.0 for the anchor. One transfer to the host."""
-    if len(tree) == 1:
+def at_tokens(tree: DraftTree, p: Tensor, more: Sequence[tuple[int, int]] = ()) -> list[float]:
+    """p of each drafted token at its parent's row; 1.0 for the anchor; then of each (node, token) of `more`. One transfer to the host."""
+    if len(tree) == 1 and not more:
         return [1.0]
-    rows = torch.tensor(tree.parents[1:], device=p.device)
-    columns = torch.tensor(tree.tokens[1:], device=p.device)
+    rows = torch.tensor([*tree.parents[1:], *(node for node, _ in more)], device=p.device)
+    columns = torch.tensor([*tree.tokens[1:], *(token for _, token in more)], device=p.device)
     return [1.0, *p[rows, columns].tolist()]
 
 

@@ -386,6 +386,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
         active, drafters, trees, budgets, outputs, laws, decisions, emitted
     ):
         known = isinstance(p, Tensor)
+        at = accept.at_tokens(tree, p, [(decision.path[-1], decision.next)]) if known else []
         rounds.append(
             Round(
                 sequence=s.number,
@@ -394,10 +395,11 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
                 tokens=tree.tokens,
                 parents=tree.parents,
                 score=tree.score,
-                p=tuple(accept.at_tokens(tree, p)) if known else (),
+                p=tuple(at[:-1]),
                 q=_q_of(tree),
-                tests=decision.tests,
+                tests=_with_draws(decision.tests, s.sampler.draws.tossed()),
                 path=decision.path,
+                p_next=at[-1] if known else None,
                 emitted=tuple(tokens),
                 pieces=s.show(),
                 logprobs=logprobs_of(output, decision.path, tokens, s.params.logprobs) if known else None,
@@ -473,6 +475,11 @@ def _q_of(tree: DraftTree) -> tuple[float | None, ...]:
     values = accept.q_at_tokens(tree)
     drawn = [tree.law(parent) is not None for parent in tree.parents[1:]]
     return (None, *(value if is_drawn else None for value, is_drawn in zip(values[1:], drawn)))
+
+
+def _with_draws(tests: tuple[accept.Test, ...], numbers: list[float]) -> tuple[accept.Test, ...]:
+    """The tests with the numbers that decided them; rules that toss for one test toss for each, in order."""
+    return tuple(replace(test, draw=number) for test, number in zip(tests, numbers, strict=True)) if numbers else tests
 
 
 class _Clock:

@@ -139,10 +139,17 @@ class Draws:
 
     def __init__(self, sampler: Sampler):
         self._sampler = sampler
+        self._tossed: list[float] = []
 
     def bernoulli(self, p: float) -> bool:
         """True with probability `p`; never when p is 0, always when it is 1 or more."""
-        return self._sampler.accept_stream.uniform() < p
+        self._tossed.append(self._sampler.accept_stream.uniform())
+        return self._tossed[-1] < p
+
+    def tossed(self) -> list[float]:
+        """The numbers that decided each `bernoulli` since the last call, for a trace."""
+        numbers, self._tossed = self._tossed, []
+        return numbers
 
     def categorical(self, w: Tensor) -> int:
         """Index i with probability ``w[i] / w.sum()``, ``w`` of shape ``[V]``, not negative, not all zero."""

@@ -37,6 +37,17 @@ class Tokenizer(Protocol):
         """Every entry of the vocabulary with its id."""
 
 
+def alone(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token by itself, for people to read: its leading space kept, special tokens and parts of characters by name."""
+    if not 0 <= token < tokenizer.size:
+        return ""  # an id that only fills up the vocabulary
+    entry = tokenizer.token_text(token)
+    text = tokenizer.decode([token])
+    if not text or REPLACEMENT in text:
+        return entry
+    return " " + text if entry.startswith("\u2581") and not text.startswith(" ") else text
+
+
 class Detokenizer:
     """Text of a growing list of tokens; half a character is held back until the rest of it arrives.
 

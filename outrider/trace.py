@@ -1,14 +1,14 @@
 """What happened in each round, figures computed from it, and its file format.
 
 A Round is written once and never changed. Every figure that Outrider prints is a function of Rounds. A trace file is JSON
-lines: a header (``{"outrider_trace": 1, ...}``), then one Round per line; `docs/trace.md` documents the fields.
+lines: a header (``{"outrider_trace": 2, ...}``), then one Round per line; `docs/trace.md` documents the fields.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import IO, Any, Iterable, Sequence
 from .accept import Test
 from .errors import LoadError, OutriderError
 from .files import to_json
+from .text import Tokenizer, alone
 from .tree import Budget
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
+READABLE = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Round:
     context: tokens before the round, the anchor included.
     tokens, parents, score: the draft tree. p, q: probability of each node's token at its parent (anchor 1.0; q None where
         the token was chosen without chance).
-    tests, path: what the accept rule tested and kept, before the cut. emitted: the new tokens, after it.
+    tests, path: what the accept rule tested and kept, before the cut. emitted: the new tokens, after it. p_next: the target's
+        probability of the token that followed the path, which the cut may have left out; None in traces of version 1.
     pieces: the text that became final, in parts with whether a part was drafted; finish: why the sequence ended, if it did.
     seed: given, or drawn for the sequence. rows, sequences: rows and sequences of the whole pass.
     """
@@ -86,6 +89,7 @@ class Round:
     rows: int
     sequences: int
     times: Times
+    p_next: float | None = None
 
     @property
     def proposed(self) -> int:
@@ -234,17 +238,27 @@ def combine(parts: Iterable[Statistics]) -> Statistics:
 
 
 class TraceWriter:
-    """Writes a trace file: the header at once, each Round as it comes. A context manager."""
+    """Writes a trace file: the header at once, each Round as it comes. A context manager.
+
+    With a round goes the text of each token that its sequence had not seen before, where a tokenizer is given.
+    """
 
     def __init__(self, path: str | Path, header: dict[str, Any]):
         try:
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed in __exit__)
         except OSError as error:
             raise LoadError(f"cannot write the trace {path}: {error.strerror}") from error
+        self._seen: dict[int, set[int]] = defaultdict(set)
         self._line({"outrider_trace": TRACE_VERSION, **header})
 
-    def write(self, round: Round) -> None:
-        self._line(asdict(round))
+    def write(self, round: Round, tokenizer: Tokenizer | None = None) -> None:
+        line = asdict(round)
+        if tokenizer is not None:
+            seen = self._seen[round.sequence]
+            new = sorted({*round.tokens, *round.emitted} - seen)
+            seen.update(new)
+            line["texts"] = {token: alone(tokenizer, token) for token in new}
+        self._line(line)
 
     def _line(self, value: dict[str, Any]) -> None:
         self._file.write(to_json(value) + "\n")
@@ -268,8 +282,8 @@ def read_trace(path: str | Path) -> tuple[dict[str, Any], list[Round]]:
         version = header.pop("outrider_trace")
     except (IndexError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise LoadError(f"{path} is not an Outrider trace: its first line is not a trace header") from error
-    if version != TRACE_VERSION:
-        raise LoadError(f"{path} is a trace of version {version}; this Outrider reads version {TRACE_VERSION}")
+    if version not in READABLE:
+        raise LoadError(f"{path} is a trace of version {version}; this Outrider reads versions {READABLE[0]} to {READABLE[-1]}")
     rounds = []
     for number, line in enumerate(lines[1:], 2):
         try:
@@ -288,7 +302,7 @@ def _round(value: dict[str, Any]) -> Round:
     def logprob(x: float | None) -> float:
         return -math.inf if x is None else x
 
-    value = {name: frozen(x) for name, x in value.items()}
+    value = {f.name: frozen(value[f.name]) for f in fields(Round) if f.name in value}
     value["tests"] = tuple(Test(**test) for test in value["tests"])
     value["budget"] = Budget(**value["budget"])
     value["times"] = Times(**value["times"])

@@ -159,7 +159,7 @@ def test_temperature_zero_as_softmax(mutate: Mutate, rule: str) -> None:
 @pytest.mark.parametrize("rule", ("rejection", "block"))
 def test_u_zero_accepts_probability_zero(mutate: Mutate, rule: str) -> None:
     laws.check_zero_uniform(rule)
-    mutate(Draws, "bernoulli", "uniform() < p", "uniform() <= p")
+    mutate(Draws, "bernoulli", "[-1] < p", "[-1] <= p")
     caught(laws.check_zero_uniform, rule)
 
 

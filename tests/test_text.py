@@ -13,7 +13,7 @@ from outrider.decode import Sequence
 from outrider.sampling import SamplingParams
 from outrider.targets.table import TableTarget
 from outrider.targets.transformers import HFTokenizer
-from outrider.text import REPLACEMENT, Detokenizer, find_stop, held_back
+from outrider.text import REPLACEMENT, Detokenizer, alone, find_stop, held_back
 
 SMALL = st.text(alphabet="abc", max_size=14)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
@@ -169,3 +169,19 @@ def test_stream_and_text(tokens: list[int], stops: list[str], chunks: list[int])
     else:
         assert (s.text, s.finish) == (whole, None)
         assert whole.startswith(shown) and len(whole) - len(shown) == held_back(whole, stops)
+
+
+def test_a_token_alone_keeps_its_space_and_its_name() -> None:
+    class Pieces:
+        size = 5
+        entries = ("<end>", "\u2581the", "Ġthe", "ðŁ", "e")
+        texts = ("", "the", " the", "\ufffd", "e")
+
+        def token_text(self, token: int) -> str:
+            return self.entries[token]
+
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(self.texts[t] for t in tokens)
+
+    pieces: Any = Pieces()
+    assert [alone(pieces, token) for token in range(-1, 6)] == ["", "<end>", " the", " the", "ðŁ", "e", ""]

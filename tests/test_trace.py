@@ -116,6 +116,55 @@ def write(path: Path, rounds: list[Round]) -> bytes:
     return path.read_bytes()
 
 
+def test_texts_go_with_the_tokens_that_are_new_in_their_sequence(tmp_path: Path) -> None:
+    rounds = ROUNDS["chain"]()
+    with TraceWriter(tmp_path / "t", {}) as writer:
+        for r in rounds:
+            writer.write(r, TARGET.tokenizer)
+    known: dict[int, dict[str, str]] = {0: {}, 1: {}}
+    for line in (tmp_path / "t").read_text(encoding="utf-8").split("\n")[1:-1]:
+        value = json.loads(line)
+        mine = known[value["sequence"]]
+        assert not value["texts"].keys() & mine.keys(), "told twice"
+        mine |= value["texts"]
+        assert {str(t) for t in (*value["tokens"], *value["emitted"])} <= mine.keys()
+    assert all(text == TARGET.tokenizer.decode([int(t)]) for mine in known.values() for t, text in mine.items())
+    assert read_trace(tmp_path / "t")[1] == rounds
+
+
+def test_draws_say_why_each_drafted_token_was_kept() -> None:
+    for name in ("chain", "tree", "script"):
+        tests = [test for r in ROUNDS[name]() if r.sequence == 0 for test in r.tests]
+        assert {test.kept for test in tests} == {True, False}
+        assert all(
+            test.draw is not None and 0 <= test.draw < 1 and test.kept == (test.draw < test.probability) for test in tests
+        )
+        assert len({test.draw for test in tests}) == len(tests), "a number was used twice"
+    for name in ("coupled", "lossy"):
+        assert all(test.draw is None for r in ROUNDS[name]() for test in r.tests)
+
+
+def test_p_next_is_the_targets_probability_of_the_token_after_the_path() -> None:
+    for r in ROUNDS["plain"]():
+        assert r.logprobs is not None and r.p_next == pytest.approx(math.exp(r.logprobs[0].logprob))
+    for name in ("chain", "tree"):
+        for r in ROUNDS[name]():
+            assert r.p_next is not None and r.logprobs is not None
+            if len(r.emitted) == len(r.path):
+                assert r.p_next == pytest.approx(math.exp(r.logprobs[-1].logprob))
+
+
+def test_traces_of_version_1_and_fields_of_later_writers_are_read(tmp_path: Path) -> None:
+    r = ROUNDS["chain"]()[0]
+    line = json.loads(write(tmp_path / "t", [r]).split(b"\n")[1])
+    del line["p_next"]
+    for test in line["tests"]:
+        del test["draw"]
+    (tmp_path / "t").write_text('{"outrider_trace": 1}\n' + json.dumps({**line, "from_the_future": [1]}) + "\n")
+    old = dataclasses.replace(r, p_next=None, tests=tuple(dataclasses.replace(test, draw=None) for test in r.tests))
+    assert read_trace(tmp_path / "t") == ({}, [old])
+
+
 def test_a_last_line_cut_anywhere_is_left_out(tmp_path: Path) -> None:
     first = dataclasses.replace(ROUNDS["chain"]()[0], pieces=(("\u2028a\x85\x0bö\U0001f600", True),))
     path = tmp_path / "t.jsonl"
@@ -148,8 +197,8 @@ def test_not_a_trace(content: bytes, tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    (tmp_path / "v").write_text('{"outrider_trace": 2}\n')
-    with pytest.raises(LoadError, match="version 2; this Outrider reads version 1"):
+    (tmp_path / "v").write_text('{"outrider_trace": 3}\n')
+    with pytest.raises(LoadError, match="version 3; this Outrider reads versions 1 to 2"):
         read_trace(tmp_path / "v")
     with pytest.raises(LoadError, match="cannot read"):
         read_trace(tmp_path / "missing")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..bench.prompts import Prompt as BenchPrompt
     from ..bench.runner import Configuration, Group, Run
     from ..engine import Engine
+    from ..text import Tokenizer
     from ..trace import TraceWriter
 
 
@@ -107,12 +108,15 @@ def bench(
     schedule = [step for sizes in plans.values() for plan in sizes for step in runner.schedule(plan, categories, repeat)]
 
     done = Done({**manifest(), "sampling": asdict(params), "command_options": asdict(sweep)})
-    with open_trace(output.trace, params, numbered(schedule), bench=asdict(sweep)) as trace, progress() as bar:
+    texts = {str(number): prompt.text for number, prompt in enumerate(asked)}
+    head = open_trace(output.trace, params, numbered(schedule), bench=asdict(sweep), prompts=texts)
+    with head as trace, progress() as bar:
         task = bar.add_task("loading", total=len(schedule))
         tracer = Tracer(trace)
         try:
             for target, sizes in plans.items():
                 for engines, ready in opened(target, sizes, loading, asked, raw, done):
+                    tracer.tokenizer = next(iter(engines.values())).target.tokenizer
                     for run in runner.measure(engines, ready, params, repeat, tracer):
                         done.runs.append(run)
                         bar.update(task, advance=1, description=str(run.configuration))
@@ -209,9 +213,10 @@ def numbered(schedule: list[tuple[Configuration, Group, int]]) -> list[dict[str,
 
 
 class Tracer:
-    """Writes the Rounds of each Run, with sequence numbers that go on through the whole measurement."""
+    """Writes the Rounds of each Run, with sequence numbers that go on through the whole measurement. tokenizer: of the target that runs."""
 
     def __init__(self, trace: TraceWriter | None):
+        self.tokenizer: Tokenizer | None = None
         self._trace = trace
         self._next = 0
 
@@ -220,7 +225,7 @@ class Tracer:
             return
         for result in run.results:
             for round in result.rounds:
-                self._trace.write(replace(round, sequence=self._next))
+                self._trace.write(replace(round, sequence=self._next), self.tokenizer)
             self._next += 1
 
 

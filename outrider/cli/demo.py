@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Callable
 
 import typer
 from rich.table import Table
@@ -29,7 +30,7 @@ from .session import (
 if TYPE_CHECKING:
     from ..demo import Outcome
     from ..engine import Engine
-    from ..trace import Round, TraceWriter
+    from ..trace import Round
 
 
 @flags
@@ -66,10 +67,12 @@ def demo(
         for prompt, pair_of in zip(chosen, asked)
         for name, s in zip(("none", pair.drafter), pair_of)
     ]
-    with open_trace(output.trace, params, names, **header(drafted, pair)) as trace:
+    texts = {prompt.category: prompt.text for prompt in chosen}
+    with open_trace(output.trace, params, names, prompts=texts, **header(drafted, pair)) as trace:
         try:
             for number, (prompt, sequences) in enumerate(zip(chosen, asked)):
-                stage = Stage(pair.drafter, trace, number, output.json)
+                write = partial(trace.write, tokenizer=drafted.target.tokenizer) if trace else None
+                stage = Stage(pair.drafter, write, number, output.json)
                 stage.announce(f"{number + 1}. {prompt.category}", prompt.text)
                 outcomes.append(play(plain, drafted, prompt, sequences, stage))
                 stage.conclude(outcomes[-1])
@@ -93,9 +96,9 @@ def introduction(engine: Engine, pair: Pair) -> str:
 class Stage:
     """Shows one prompt's two answers as they come."""
 
-    def __init__(self, drafter: str, trace: TraceWriter | None, number: int, silent: bool):
+    def __init__(self, drafter: str, write: Callable[[Round], None] | None, number: int, silent: bool):
         self._titles = {"plain": "plain decoding", "drafted": f"with the drafter {drafter}"}
-        self._trace = trace
+        self._write = write
         self._number = number
         self._silent = silent
 
@@ -109,8 +112,8 @@ class Stage:
             if not self._silent:
                 typer.secho(f"\n-- {self._titles[name]}", bold=True)
             return
-        if self._trace is not None:
-            self._trace.write(replace(round, sequence=2 * self._number + (name == "drafted")))
+        if self._write is not None:
+            self._write(replace(round, sequence=2 * self._number + (name == "drafted")))
         if not self._silent:
             show(round)
             if round.finish:

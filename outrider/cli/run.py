@@ -97,13 +97,15 @@ def answer(engine: Engine, prompt: Any, params: SamplingParams, pair: Pair, outp
     about = {**header(engine, pair), "rule": sequence.rule, "lossy": sequence.lossy, "seed": sequence.sampler.seed}
     rounds: list[Round] = []
     interrupted = False
-    with open_trace(output.trace, params, [{"prompt_tokens": sequence.prompt_length}], **about) as trace:
+    about["prompts"] = {"0": prompt if isinstance(prompt, str) else prompt[-1]["content"]}
+    named = [{"prompt": 0, "prompt_tokens": sequence.prompt_length}]
+    with open_trace(output.trace, params, named, **about) as trace:
         try:
             with closing(engine.decode([sequence])) as decoding:  # type: ignore[type-var]
                 for round in decoding:
                     rounds.append(round)
                     if trace:
-                        trace.write(round)
+                        trace.write(round, engine.target.tokenizer)
                     if not output.json:
                         show(round)
         except KeyboardInterrupt:
@@ -182,7 +184,7 @@ def converse(
                 if text.strip():
                     rounds = say_turn(chat.send(text, params))
                     for round in rounds if trace else ():
-                        trace.write(replace(round, sequence=turn))  # type: ignore[union-attr]
+                        trace.write(replace(round, sequence=turn), engine.target.tokenizer)  # type: ignore[union-attr]
                     turn += 1
 
 
