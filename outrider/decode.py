@@ -226,7 +226,6 @@ class Batch:
         self.prepare = prepare
         self.joining: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._prepared: Sequence | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -273,8 +272,7 @@ class Batch:
         left = None if self.chunk is None else self.chunk if self.running else max(self.chunk, ALONE)
         while self.joining and (left is None or left > 0):
             sequence = self.joining[0]
-            if self.prepare and sequence is not self._prepared:
-                self._prepared = sequence
+            if self.prepare and not sequence.is_open:
                 self.prepare(sequence)
             before = sequence.slot.length if sequence.is_open else 0
             if open_sequence(self.target, self.drafter, sequence, left):

@@ -1,0 +1,221 @@
+"""What is sent back: whole answers, chunks of streams, usage, log-probabilities, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Sequence
+
+from ..text import REPLACEMENT, Tokenizer
+from ..trace import Round, TokenLogprob
+from .scheduler import Job
+
+JSON = dict[str, Any]
+IMPOSSIBLE = -9999.0
+"""The log-probability of what cannot be: JSON has no infinity, and OpenAI's API says this."""
+
+
+@dataclass
+class Tally:
+    """What the Rounds of one choice come to."""
+
+    drafter: str | None = None
+    emitted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    passes: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+
+    def add(self, round: Round) -> None:
+        self.drafter = round.drafter
+        self.emitted += len(round.emitted)
+        self.proposed += round.proposed
+        self.accepted += round.accepted
+        self.passes += 1
+        self.logprobs += round.logprobs or ()
+        self.pieces += round.pieces
+
+    def report(self) -> JSON:
+        names = ("drafter", "passes", "proposed", "accepted")
+        return {"tokens": self.emitted, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass
+class Answer:
+    """The objects of one request's answer. Subclasses say what those of a kind look like.
+
+    report: whether they tell what was drafted; seed and drafter are told then, too.
+    """
+
+    model: str
+    jobs: Sequence[Job]
+    tokenizer: Tokenizer | None
+    report: bool = False
+    predicted: bool = False
+    kind = ""
+    chunk_kind = ""
+    prefix = ""
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.tallies = [Tally() for _ in self.jobs]
+        self.offsets = [0] * len(self.jobs)
+
+    def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    # ---- streams ------------------------------------------------------------------------------------------------
+
+    def opening(self) -> list[JSON]:
+        """Chunks before any text."""
+        return []
+
+    def chunk(self, job: Job, round: Round) -> JSON | None:
+        """What one Round adds; None where that is nothing."""
+        self.tallies[job.choice].add(round)
+        if not round.text and not round.logprobs and not self.report:
+            return None
+        choice = {**self._delta(job, round), "finish_reason": None}
+        made = self._envelope(self.chunk_kind, [choice])
+        if self.report:
+            made["speculation"] = {"pieces": round.pieces, "proposed": round.proposed, "accepted": round.accepted}
+        return made
+
+    def ending(self, job: Job) -> JSON:
+        """The chunk that says why a choice ended."""
+        choice = {**self._empty(job), "finish_reason": job.sequence.finish}
+        made = self._envelope(self.chunk_kind, [choice])
+        if self.report:
+            made["speculation"] = self._report(job)
+        return made
+
+    def closing(self) -> JSON:
+        """The chunk with the usage, after all choices."""
+        return {**self._envelope(self.chunk_kind, []), "usage": self.usage()}
+
+    def _delta(self, job: Job, round: Round) -> JSON:
+        raise NotImplementedError
+
+    def _empty(self, job: Job) -> JSON:
+        raise NotImplementedError
+
+    # ---- whole --------------------------------------------------------------------------------------------------
+
+    def whole(self) -> JSON:
+        """The answer of a request that is not streamed, once all jobs have ended."""
+        choices = [{**self._choice(job), "finish_reason": job.sequence.finish} for job in self.jobs]
+        made = {**self._envelope(self.kind, choices), "usage": self.usage()}
+        if self.report:
+            made["speculation"] = [self._report(job) | {"pieces": self.tallies[job.choice].pieces} for job in self.jobs]
+        return made
+
+    def _choice(self, job: Job) -> JSON:
+        raise NotImplementedError
+
+    # ---- both ---------------------------------------------------------------------------------------------------
+
+    def _report(self, job: Job) -> JSON:
+        return {"seed": job.sequence.sampler.seed, "rule": job.sequence.rule, **self.tallies[job.choice].report()}
+
+    def usage(self) -> JSON:
+        """Each prompt counts once, however many choices it has."""
+        prompts = [job for job in self.jobs if job.is_first]
+        prompt = sum(job.sequence.prompt_length for job in prompts)
+        completion = sum(tally.emitted for tally in self.tallies)
+        made: JSON = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        made["prompt_tokens_details"] = {"cached_tokens": sum(job.cached for job in prompts)}
+        if self.predicted:
+            accepted = sum(tally.accepted for tally in self.tallies)
+            rejected = sum(tally.proposed for tally in self.tallies) - accepted
+            made["completion_tokens_details"] = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return made
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token]) if self.tokenizer else ""
+
+
+class ChatAnswer(Answer):
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def opening(self) -> list[JSON]:
+        return [
+            self._envelope(
+                self.chunk_kind,
+                [{"index": job.choice, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
+            )
+            for job in self.jobs
+        ]
+
+    def _delta(self, job: Job, round: Round) -> JSON:
+        delta = {"content": round.text} if round.text else {}
+        return {"index": job.choice, "delta": delta, "logprobs": self._logprobs(round.logprobs)}
+
+    def _empty(self, job: Job) -> JSON:
+        return {"index": job.choice, "delta": {}, "logprobs": None}
+
+    def _choice(self, job: Job) -> JSON:
+        wanted = job.sequence.params.logprobs is not None
+        return {
+            "index": job.choice,
+            "message": {"role": "assistant", "content": job.sequence.text},
+            "logprobs": self._logprobs(self.tallies[job.choice].logprobs if wanted else None),
+        }
+
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> JSON | None:
+        if entries is None:
+            return None
+        return {
+            "content": [
+                {**self._entry(e.token, e.logprob), "top_logprobs": [self._entry(t, value) for t, value in e.top]}
+                for e in entries
+            ],
+            "refusal": None,
+        }
+
+    def _entry(self, token: int, logprob: float) -> JSON:
+        text = self._text(token)  # of a part of a character the bytes are not known
+        return {
+            "token": text,
+            "logprob": max(logprob, IMPOSSIBLE),
+            "bytes": None if REPLACEMENT in text else list(text.encode()),
+        }
+
+
+class TextAnswer(Answer):
+    """``text_completion``, whole or in chunks."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def _delta(self, job: Job, round: Round) -> JSON:
+        return {"index": job.choice, "text": round.text, "logprobs": self._logprobs(job, round.logprobs)}
+
+    def _empty(self, job: Job) -> JSON:
+        return {"index": job.choice, "text": "", "logprobs": None}
+
+    def _choice(self, job: Job) -> JSON:
+        wanted = job.sequence.params.logprobs is not None
+        logprobs = self._logprobs(job, self.tallies[job.choice].logprobs if wanted else None)
+        return {"index": job.choice, "text": job.sequence.text, "logprobs": logprobs}
+
+    def _logprobs(self, job: Job, entries: Sequence[TokenLogprob] | None) -> JSON | None:
+        if entries is None:
+            return None
+        tokens = [self._text(entry.token) for entry in entries]
+        offsets = []
+        for text in tokens:
+            offsets.append(self.offsets[job.choice])
+            self.offsets[job.choice] += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(entry.logprob, IMPOSSIBLE) for entry in entries],
+            "top_logprobs": [{self._text(t): max(value, IMPOSSIBLE) for t, value in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }

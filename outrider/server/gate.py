@@ -1,0 +1,62 @@
+"""What every request passes: who may come in, and one line in the log and one count when it is over."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Refusal
+from .metrics import Metrics
+
+log = logging.getLogger("outrider.server")
+OPEN = ("/health", "/", "/page/")
+"""Paths that need no key: they tell nothing. One that ends with a slash stands for all below it."""
+QUIET = ("/health", "/metrics")
+
+
+class Gate:
+    """ASGI middleware. api_key: what requests must bring as a bearer token; None for no such thing."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None):
+        self._app = app
+        self._metrics = metrics
+        self._key = api_key.encode() if api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 499  # until something is sent the client has gone
+        fields: dict[str, Any] = {"request": uuid.uuid4().hex[:12], "method": scope["method"], "path": scope["path"]}
+        scope.setdefault("state", {})["fields"] = fields
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if self._key and not self._may_enter(scope):
+                refusal = Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+                await refusal.response()(scope, receive, watch)
+            else:
+                await self._app(scope, receive, watch)
+        finally:
+            route = getattr(scope.get("route"), "path", None)
+            self._metrics.answered(route or "other", status)
+            level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
+            log.log(level, "request", extra={"fields": {**fields, "status": status, "seconds": time.monotonic() - began}})
+
+    def _may_enter(self, scope: Scope) -> bool:
+        path = scope["path"]
+        if any(path.startswith(free) if len(free) > 1 and free.endswith("/") else path == free for free in OPEN):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key or b"")
