@@ -117,3 +117,23 @@ def test_conformance_of(library: str, drafter: str, shape: str) -> None:
     for kept in (0, 9, 22):
         test_conformance.test_truncate_and_fork(drafter, shape, kept)
     test_conformance.test_off_for_a_while(drafter, shape)
+
+
+DRAWING = [
+    pair if pair[0] == "model" else pytest.param(*pair, marks=pytest.mark.slow)
+    for pair in test_conformance.NAMES
+    if pair[0] not in NOT_HERE
+]
+
+
+@pytest.mark.parametrize(("drafter", "shape"), DRAWING)
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal", "coupled"])
+def test_drawn_drafts(library: str, drafter: str, shape: str, rule: str) -> None:
+    for values in test_conformance.SAMPLED:
+        test_conformance.test_drawn_drafts_keep_the_contract(drafter, shape, rule, values)
+
+
+@pytest.mark.parametrize("way", test_conformance.WAYS)
+def test_a_bad_drafter_is_caught(library: str, way: str) -> None:
+    for rule in ("rejection", "block"):
+        test_conformance.test_a_bad_drafter_is_caught(way, rule)
