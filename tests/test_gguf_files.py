@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,64 @@ def test_tokenizer_is_the_models(library: str) -> None:
     pieces = [stream.push(token) for token in t.tokenizer.encode(UMLAUTS)]
     assert "".join(pieces) + stream.flush() == t.tokenizer.decode(t.tokenizer.encode(UMLAUTS))
     assert not any("\ufffd" in piece for piece in pieces) and "" in pieces
+
+
+def sentencepiece() -> Any:
+    """A tokenizer as Llama 2 and Mistral have it: a space before the text, spaces as a letter, bytes for what is unknown."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    spaced = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = spaced
+    trained.train_from_iterator(
+        ["hello there", "the end of the text", "hollow shells"], trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    )
+    learned = json.loads(trained.to_str())["model"]
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *sorted(learned["vocab"], key=learned["vocab"].get)]
+    merges = [tuple(pair) for pair in learned["merges"]]
+    made = Tokenizer(
+        models.BPE(dict(zip(texts, range(len(texts)))), merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    made.normalizer = spaced
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@every_library
+def test_sentencepiece(library: str, tmp_path: Path) -> None:
+    hf = sentencepiece()
+    model = tiny_model("llama", 1, torch.float32, 0.3, vocab_size=len(hf), hidden_size=64, num_hidden_layers=1)
+    t = load(library, write_gguf(tmp_path / "spm.gguf", model, hf, 2))
+    assert t.eos == {2} and t.tokenizer.vocabulary() == hf.get_vocab()
+    for text in ("hello there", "the end, Grüße 😀\n\n  of", " x", "  two", "shells"):
+        ids = t.tokenizer.encode(text)
+        assert ids == hf.encode(text) and ids[1:] == t.tokenizer.encode_plain(text)
+        assert t.tokenizer.decode(ids) == hf.decode(ids, skip_special_tokens=True) == text
+        stream = Detokenizer(t.tokenizer, ids)
+        pieces = [stream.push(token) for token in t.tokenizer.encode_plain(UMLAUTS)]
+        assert "".join(pieces) + stream.flush() == " " + UMLAUTS, "what is emitted keeps its space"
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@every_library
+def test_a_file_in_parts(library: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", 1, torch.float32, 0.3, vocab_size=64, hidden_size=64, num_hidden_layers=2)
+    whole, parts = (
+        write_gguf(tmp_path / f"{name}.gguf", model, tensors_of_a_file=n) for name, n in (("whole", 0), ("parts", 7))
+    )
+    assert Path(parts).name == "parts-00001-of-00003.gguf"
+    work = DraftTree.chain(5, (9, 13))
+    wanted, found = (t.forward([(t.open(), work)])[0].logits.clone() for t in (load(library, whole), load(library, parts)))
+    assert torch.equal(found, wanted)
+    with pytest.raises(LoadError, match="first"):
+        load(library, str(tmp_path / "parts-00002-of-00003.gguf"))
+    Path(tmp_path / "parts-00003-of-00003.gguf").unlink()
+    with pytest.raises(LoadError, match="parts-00003-of-00003"):
+        load(library, parts)
 
 
 @every_library

@@ -42,15 +42,16 @@ def write_gguf(
     template: str | None = None,
     padding: int = 0,
     quantisation: str | None = None,
+    tensors_of_a_file: int = 0,
 ) -> str:
-    """A transformers model as a float32 GGUF file; returns its path.
+    """A transformers model as a float32 GGUF file; returns its path, the first one's where it is split.
 
-    tokenizer: a byte-level BPE of transformers, or None for a file without a vocabulary. padding: tokens that only fill up.
-    quantisation: of the matrices.
+    tokenizer: a BPE of transformers, byte-level or as SentencePiece has it, or None for a file without a vocabulary. padding: tokens
+    that only fill up. quantisation: of the matrices. tensors_of_a_file: most of them in one file; 0 for one file of all.
     """
     config = model.config
     architecture = ARCHITECTURE.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=tensors_of_a_file)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -83,7 +84,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return str(path)
+    return str(writer.format_shard_names(Path(path))[0])
 
 
 def _tensors(model: Any, padding: int) -> dict[str, torch.Tensor]:
@@ -119,14 +120,23 @@ def _write_vocabulary(writer: gguf.GGUFWriter, tokenizer: Any, eos: int | None, 
     vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     special = {entry["content"] for entry in content["added_tokens"] if entry["special"]}
     types = [gguf.TokenType.CONTROL if text in special else gguf.TokenType.NORMAL for text in vocabulary]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in content["model"]["merges"]]
+    if is_sentencepiece := content["model"]["byte_fallback"]:
+        types = [gguf.TokenType.BYTE if text.startswith("<0x") else kind for text, kind in zip(vocabulary, types)]
+        types[tokenizer.unk_token_id] = gguf.TokenType.UNKNOWN
+        rank = {a + b: -float(i) for i, (a, b) in enumerate(merges)}
+        writer.add_token_scores([rank.get(text, 0.0) for text in vocabulary] + [0.0] * padding)
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+        writer.add_unk_token_id(tokenizer.unk_token_id)
+    else:
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
     writer.add_token_list(vocabulary + [f"[PAD{i}]" for i in range(padding)])
     writer.add_token_types(types + [gguf.TokenType.UNUSED] * padding)
-    writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in content["model"]["merges"]])
     if eos is not None:
         writer.add_eos_token_id(eos)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(is_sentencepiece)
 
 
 def quantised(path: str | Path, tensor: str) -> np.ndarray:
