@@ -73,7 +73,8 @@ class Sequence:
         self.accept, self.lossy = find_rule(rule)
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
-        self.sampler = Sampler(params, prompt, target.vocab_size, target.eos, rule, choice, target.tokenizer)
+        matcher = target.matcher(params)
+        self.sampler = Sampler(params, prompt, target.vocab_size, target.eos, rule, choice, target.tokenizer, matcher)
         self.drafter: Drafter | None = None  # where it is not the batch's own
         self.most_drafted: int | None = None  # nodes in a round, where its owner wants fewer than the pace allows
         self._held: tuple[Slot, State] | None = None
@@ -124,14 +125,15 @@ class Sequence:
         """How many more tokens may be emitted."""
         return self._limit - len(self.tokens)
 
-    def cut(self, candidates: Many[int], drafted: int) -> list[int]:
+    def cut(self, candidates: Many[int], drafted: int, stuck: int | None = None) -> list[int]:
         """Append `candidates` up to the first reason to end, and set `finish` if there is one. Returns what was kept.
 
-        The one place where a sequence ends: end-of-generation tokens, stop tokens, stop strings, max_tokens, the context
-        limit. A stop within the budget wins over the budget. The first `drafted` candidates came from the draft.
+        The one place where a sequence ends: end-of-generation tokens, stop tokens, stop strings, the grammar's end, max_tokens,
+        the context limit. A stop within the budget wins over the budget. The first `drafted` candidates came from the draft.
+        stuck: only so many of them may be emitted, and no token may follow these.
         """
         kept: list[int] = []
-        for token in candidates:
+        for token in candidates[:stuck]:
             if self.room <= 0:
                 self._finish("length")
                 break
@@ -147,9 +149,14 @@ class Sequence:
             if emitted >= self.params.min_tokens and (stop := find_stop(self.text, len(piece), self.params.stop)):
                 self._finish("stop", stop[0])
                 break
+            if emitted >= self.params.min_tokens and self.sampler.is_over(kept):
+                self._finish("stop")
+                break
             if self.room <= 0:
                 self._finish("length")
                 break
+        if stuck is not None and not self.finish:
+            self._finish("error")
         return kept
 
     def _finish(self, reason: str, text_end: int | None = None) -> None:
@@ -366,8 +373,10 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
             emitted.append([])
         else:
             drafted = [tree.tokens[node] for node in decision.path[1:]]
-            emitted.append(s.cut([*drafted, decision.next], len(drafted)))
+            emitted.append(s.cut([*drafted, decision.next], len(drafted), s.sampler.stuck_at(decision.path)))
             s.sampler.commit(emitted[-1])
+            if s.finish == "error":
+                s.error = s.sampler.why_stuck()
     clock.lap("cut")
 
     kept = [decision.path[: len(tokens)] for decision, tokens in zip(decisions, emitted)]
@@ -443,7 +452,7 @@ def _propose(
         if len(proposed) != len(asked):
             raise DraftError(f"the drafter {drafter.name!r} returned {len(proposed)} trees for {len(asked)} sequences")
         for i, tree in zip(asked, proposed):
-            trees[i] = _admitted(drafter, tree, active[i].tokens[-1], budgets[i], vocab_size)
+            trees[i] = _admitted(drafter, tree, active[i], budgets[i], vocab_size)
     return trees
 
 
@@ -455,8 +464,11 @@ def _by_drafter(drafters: Many[Drafter]) -> list[tuple[Drafter, list[int]]]:
     return list(groups.values())
 
 
-def _admitted(drafter: Drafter, tree: DraftTree, anchor: int, budget: Budget, vocab_size: int) -> DraftTree:
-    """The tree without what goes beyond the budget or the vocabulary. Raises DraftError where that was drawn under a q."""
+def _admitted(drafter: Drafter, tree: DraftTree, sequence: Sequence, budget: Budget, vocab_size: int) -> DraftTree:
+    """The tree without what goes beyond the budget, the vocabulary or the grammar (DraftError where that was drawn under a q), and
+    with what the grammar forces.
+    """
+    anchor, matcher = sequence.tokens[-1], sequence.sampler.matcher
     if tree.tokens[0] != anchor:
         raise DraftError(
             f"the drafter {drafter.name!r} returned a tree below token {tree.tokens[0]}, not below the anchor {anchor}"
@@ -464,9 +476,10 @@ def _admitted(drafter: Drafter, tree: DraftTree, anchor: int, budget: Budget, vo
     keep = [0 <= token < vocab_size and depth <= budget.depth for token, depth in zip(tree.tokens, tree.depths)]
     keep[budget.nodes + 1 :] = [False] * len(keep[budget.nodes + 1 :])
     try:
-        return tree if all(keep) else tree.prune(keep)
+        tree = tree if all(keep) else tree.prune(keep)
+        return matcher.fit(tree, budget) if matcher else tree
     except DraftError as error:
-        raise DraftError(f"the drafter {drafter.name!r} went beyond its budget or the vocabulary with drawn tokens") from error
+        raise DraftError(f"{drafter.name!r} went beyond its budget, the vocabulary or the grammar with drawn tokens") from error
 
 
 def _q_of(tree: DraftTree) -> tuple[float | None, ...]:

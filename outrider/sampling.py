@@ -2,7 +2,7 @@
 
 One Sampler belongs to one sequence. It turns logits into p (for the target's rows) and into q (for a drafter's), each
 row with the tokens on its own path, so that penalties and limits hold inside a draft tree exactly as they would one
-token at a time. Processors, in order: repetition, presence and frequency penalties, logit_bias, min_tokens,
+token at a time. Processors, in order: the grammar, repetition, presence and frequency penalties, logit_bias, min_tokens,
 temperature, top_k, top_p, min_p. Temperature 0 is a one-hot distribution; ties go to the lowest id.
 
 Randomness. The rule `coupled` uses noise that is a function of (seed, choice, position, token id) alone. The other rules
@@ -14,113 +14,17 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .errors import LogitsError, ParameterError
+from .grammar import Matcher
+from .params import SamplingParams
 from .text import Tokenizer
 from .tree import DraftTree
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose tokens and when to stop.
-
-    temperature: 0 takes the most likely token; otherwise logits are divided by it.
-    top_k: keep the k most likely tokens (0: all). top_p: keep the smallest set with at least this probability.
-    min_p: keep tokens at least this probable relative to the most likely one.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et
-        al. 2019). presence_penalty, frequency_penalty: subtracted once, or once per occurrence, for tokens of the output.
-    logit_bias: added to the logits of these token ids. min_tokens: no end before this many tokens were emitted.
-    ignore_eos: go on after an end-of-generation token. max_tokens: at most this many new tokens.
-    stop: strings that end the text (not part of it). stop_token_ids: tokens that end it like an end-of-generation token.
-    seed: with the rule `coupled` (the default when a seed is given) the same seed gives the same text with any drafter.
-    logprobs: log-probabilities of the emitted tokens and of this many alternatives, from the target's own logits
-        before any processing.
-    prediction: a text that the caller expects to see in the output; drafters that can, draft from it.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
-    max_tokens: int = 256
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    prediction: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, kind, what in (
-            ("stop", tuple, "strings"),
-            ("stop_token_ids", tuple, "token ids"),
-            ("logit_bias", dict, "a bias for each token id"),
-        ):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, (value,) if name == "stop" and isinstance(value, str) else kind(value))
-            except (TypeError, ValueError):
-                raise ParameterError(f"{name} must hold {what}; got {value!r}") from None
-        for name, allowed, ok in (
-            ("temperature", "0 or more", lambda v: 0 <= v < math.inf),
-            ("top_k", "a whole number, 0 (off) or more", lambda v: v >= 0 and v == int(v)),
-            ("top_p", "above 0 and at most 1", lambda v: 0 < v <= 1),
-            ("min_p", "at least 0 and at most 1", lambda v: 0 <= v <= 1),
-            ("repetition_penalty", "above 0", lambda v: 0 < v < math.inf),
-            ("presence_penalty", "from -2 to 2", lambda v: -2 <= v <= 2),
-            ("frequency_penalty", "from -2 to 2", lambda v: -2 <= v <= 2),
-            ("min_tokens", "a whole number, 0 or more", lambda v: v >= 0 and v == int(v)),
-            ("max_tokens", "a whole number, 1 or more", lambda v: v >= 1 and v == int(v)),
-            ("logprobs", "None, or from 0 to 20", lambda v: v is None or (0 <= v <= 20 and v == int(v))),
-            ("seed", "None, or from 0 to 2**63 - 1", lambda v: v is None or (0 <= v < 2**63 and v == int(v))),
-        ):
-            value = getattr(self, name)
-            try:
-                fine = not isinstance(value, bool) and ok(value)
-            except (TypeError, ValueError, OverflowError):
-                fine = False
-            if not fine:
-                raise ParameterError(f"{name} must be {allowed}; got {value!r}")
-            if name in ("top_k", "min_tokens", "max_tokens", "logprobs", "seed") and value is not None:
-                object.__setattr__(self, name, int(value))  # JSON may say 5.0
-        if self.min_tokens > self.max_tokens:
-            raise ParameterError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ParameterError(f"stop must hold non-empty strings; got {self.stop!r}")
-        for token, bias in self.logit_bias.items():
-            number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-            if not _is_token(token) or not number or not -100 <= bias <= 100:
-                raise ParameterError(f"logit_bias must map token ids to numbers from -100 to 100; got {token!r}: {bias!r}")
-        if not all(map(_is_token, self.stop_token_ids)):
-            raise ParameterError(f"stop_token_ids must hold token ids; got {self.stop_token_ids!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise ParameterError(f"ignore_eos must be true or false; got {self.ignore_eos!r}")
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            raise ParameterError(f"prediction must be None or a text; got {self.prediction!r}")
-
-    @classmethod
-    def make(cls, **values: object) -> SamplingParams:
-        """SamplingParams from names and values; an unknown name is an error that lists the known ones."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ParameterError(f"unknown sampling parameter {name!r}; known: {', '.join(known)}")
-        return cls(**values)  # type: ignore[arg-type]
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class Stream:
@@ -245,6 +149,7 @@ class Sampler:
     rule: the accept rule in force; under ``coupled`` drafts are drawn with the target's own noise.
     choice: number of the completion when several are made from one prompt and seed.
     end_tokens: the target's end-of-generation ids, which min_tokens holds back.
+    matcher: at the start of the grammar that the output must follow, if there is one.
     """
 
     def __init__(
@@ -256,6 +161,7 @@ class Sampler:
         rule: str = "rejection",
         choice: int = 0,
         tokenizer: Tokenizer | None = None,
+        matcher: Matcher | None = None,
     ):
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:
@@ -266,6 +172,9 @@ class Sampler:
         self.rule = rule
         self.choice = choice
         self.tokenizer = tokenizer
+        self.matcher = matcher
+        self.stuck: frozenset[int] = frozenset()
+        """Nodes of the last tree whose law is empty: nothing that the grammar allows there is allowed otherwise."""
         self.seed = secrets.randbits(62) if params.seed is None else params.seed
         self.draft_stream = Stream(self.seed, choice, 0)
         self.accept_stream = Stream(self.seed, choice, 1)
@@ -283,15 +192,42 @@ class Sampler:
         """Take note of the tokens that were emitted."""
         if self._penalised:
             self._counts.update(tokens)
+        if self.matcher:
+            self.matcher.commit(tokens)
         self.position += len(tokens)
         self.emitted += len(tokens)
+
+    def is_over(self, path: Sequence[int]) -> bool:
+        """Whether the grammar is complete after these tokens below the anchor, and nothing more may follow."""
+        return self.matcher is not None and self.matcher.is_over(path)
+
+    def stuck_at(self, path: Sequence[int]) -> int | None:
+        """How many tokens of a Decision may be emitted before its path comes to a stuck node; None where it does not."""
+        return next((depth for depth, node in enumerate(path) if node in self.stuck), None)
+
+    def why_stuck(self) -> str:
+        """Why no token may follow what was emitted."""
+        where = f"after {self.emitted} tokens no token is left: "
+        if self.matcher and self.matcher.trouble:
+            return f"{where}the grammar cannot be followed further ({self.matcher.trouble})"
+        if self.emitted < self.params.min_tokens and self.matcher and self.matcher.is_over(()):
+            return f"{where}the grammar ends here, and min_tokens ({self.params.min_tokens}) holds back the end"
+        return f"{where}nothing that the grammar allows here has a token that may be chosen"
 
     # ---- the law of the next token ------------------------------------------------------------------------------
 
     def probabilities(self, logits: Tensor, tree: DraftTree) -> Tensor:
-        """p ``[n, V]`` after every processor, each node of `tree` with its own path. Raises LogitsError for NaN."""
-        paths = [tree.path_tokens(i) for i in range(len(tree))] if self._penalised else None
+        """p ``[n, V]`` after every processor, each node of `tree` with its own path. Raises LogitsError for NaN.
+
+        The rows of `stuck` nodes hold some law or other: the sequence fails where it comes to one.
+        """
+        paths = [tree.path_tokens(i) for i in range(len(tree))] if self._penalised or self.matcher else None
+        logits = self.constrain(logits, paths or ())
         return self._law(logits, paths, tree.depths)
+
+    def constrain(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits ``[n, V]`` with -inf for what the grammar does not allow after each path."""
+        return self.matcher.constrain(logits, paths) if self.matcher else logits
 
     def draw(
         self, logits: Tensor, paths: Sequence[Sequence[int]], k: int | Sequence[int] = 1, greedy: bool = False
@@ -308,6 +244,9 @@ class Sampler:
         rows = logits[:, : self.vocab_size]
         if rows.shape[1] < self.vocab_size:
             rows = torch.nn.functional.pad(rows, (0, self.vocab_size - rows.shape[1]), value=-math.inf)
+        if self.matcher:
+            counts = [0 if self.matcher.mask(path) is None else count for path, count in zip(paths, counts)]
+            rows = self.constrain(rows, paths)
         scores = self._processed(rows, paths, [len(path) for path in paths])
         best = scores.amax(dim=-1)
         sound = torch.isfinite(best if scores is rows else best + rows.amax(dim=-1)).tolist()
@@ -356,6 +295,11 @@ class Sampler:
         x = self._processed(logits, paths, depths)
         token = _first_best(x)
         best = x.gather(1, token[:, None])[:, 0]
+        self.stuck = frozenset((best == -math.inf).nonzero()[:, 0].tolist()) if self.matcher else frozenset()
+        if self.stuck:
+            x = x.index_fill(0, torch.tensor(sorted(self.stuck), device=x.device), 0.0)
+            token = _first_best(x)
+            best = x.gather(1, token[:, None])[:, 0]
         if not bool(torch.isfinite(best).all()):
             row = int((~torch.isfinite(best)).nonzero()[0, 0])
             raise LogitsError(

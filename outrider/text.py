@@ -18,6 +18,10 @@ class Tokenizer(Protocol):
     size: int
     """One more than the highest token id that has a text."""
 
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids that stand for no text: `decode` leaves them out."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
 

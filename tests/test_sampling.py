@@ -312,6 +312,11 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "seed": (-1, 2**63, 1.5, "1", True),
     "logprobs": (-1, 21, 0.5, "3", True),
     "prediction": (5, ("a",), True),
+    "json_object": (1, "yes", None),
+    "json_schema": ("{", "[]", "3", 5, ["a"]),
+    "regex": (5, ("a",), True),
+    "choices": ("", ("a", ""), (1,), 5, None),
+    "lark": (5, ("a",), True),
 }
 
 

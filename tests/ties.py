@@ -59,10 +59,10 @@ def first_difference(
     logits = output.logits.clone().float()
     target.close(slot)
     scale = float(logits.abs().max()) / (params.temperature or 1.0)
-    sampler = Sampler(params, prompt, target.vocab_size, target.eos, "coupled", choice)
+    sampler = Sampler(params, prompt, target.vocab_size, target.eos, "coupled", choice, matcher=target.matcher(params))
     sampler.commit(one[:at])
     if params.temperature == 0:
-        scores, best = sampler._processed(logits, [()], [0])[0].topk(2)
+        scores, best = sampler._processed(sampler.constrain(logits, [()]), [()], [0])[0].topk(2)
     else:
         p = sampler.probabilities(logits, DraftTree.chain(text[-1]))
         scores, best = sampler.race(p[0], 0, 2)

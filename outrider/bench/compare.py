@@ -77,7 +77,7 @@ def _scores(
         target.close(slot)
     greedy = params.temperature == 0
     law = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else params
-    sampler = Sampler(law, prompt, target.vocab_size, target.eos, "coupled")
+    sampler = Sampler(law, prompt, target.vocab_size, target.eos, "coupled", matcher=target.matcher(law))
     sampler.commit(before)
     p = sampler.probabilities(logits, anchor)[0]
     scale = float(logits.abs().max()) / (1.0 if greedy else params.temperature)

@@ -16,7 +16,7 @@ from ..errors import ParameterError
 if TYPE_CHECKING:
     from ..sampling import SamplingParams
 
-MODEL, SAMPLING, OUTPUT = "The models", "Sampling", "Output"
+MODEL, SAMPLING, STRUCTURE, OUTPUT = "The models", "Sampling", "What the text must look like", "Output"
 TargetOption = Annotated[
     str,
     Option("-t", "--target", help="Target: a packaged model's name, a folder, a hub id, a GGUF file.", rich_help_panel=MODEL),
@@ -106,6 +106,31 @@ class Sampling:
 
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return SamplingParams.make(**{**values, "stop": tuple(self.stop), **more})
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the output must look like: one of these, or none."""
+
+    json_object: Annotated[bool, Option("--json-object", help="Any JSON object.", rich_help_panel=STRUCTURE)] = False
+    json_schema: Annotated[
+        str | None, Option(metavar="FILE", help="JSON that fits the schema in this file.", rich_help_panel=STRUCTURE)
+    ] = None
+    regex: Annotated[str | None, Option(help="A regular expression for all of the text.", rich_help_panel=STRUCTURE)] = None
+    choice: Annotated[list[str], Option(help="One of the texts given so; repeatable.", rich_help_panel=STRUCTURE)] = field(
+        default_factory=list
+    )
+    lark: Annotated[str | None, Option(metavar="FILE", help="The Lark grammar in this file.", rich_help_panel=STRUCTURE)] = None
+
+    def values(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`."""
+        return {
+            "json_object": self.json_object,
+            "json_schema": None if self.json_schema is None else read_text(self.json_schema, "--json-schema"),
+            "regex": self.regex,
+            "choices": tuple(self.choice),
+            "lark": None if self.lark is None else read_text(self.lark, "--lark"),
+        }
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from .options import Decoding, Output, Pair, Sampling, flags, read_text, refuse_together, text_or_file, usage
+from .options import Decoding, Output, Pair, Sampling, Structure, flags, read_text, refuse_together, text_or_file, usage
 from .screen import end_text, legend, show
 from .session import (
     INTERRUPTED,
@@ -35,6 +35,7 @@ def run(
     pair: Pair,
     loading: Decoding,
     sampling: Sampling,
+    structure: Structure,
     output: Output,
     prompt: Annotated[str | None, Argument(help="The prompt; without it, --file or stdin.")] = None,
     file: Annotated[str | None, Option(metavar="FILE", help="Read the prompt from a file.")] = None,
@@ -53,7 +54,7 @@ def run(
         raise usage("--logprobs are written with --json or --trace; give one of them")
     if prediction is not None:
         prediction = text_or_file(prediction, "--prediction")
-    params = sampling.params(logprobs=logprobs, prediction=prediction)
+    params = sampling.params(logprobs=logprobs, prediction=prediction, **structure.values())
     check_writable(output.trace)
     if file is not None:
         prompt = read_text(file, "--file")

@@ -141,7 +141,7 @@ class Growth:
         counts = [self._children(node) for node in above]
         chosen = self._greedy or self.sampler.greedy
         if not chosen and self._least > 0:  # what may be drawn is decided before it is drawn
-            best = _best_chances(logits)
+            best = _best_chances(self.sampler.constrain(logits, [self._paths[node] for node in above]))
             counts = [0 if self.likely[n] * b < self._least else k for n, b, k in zip(above, best, counts)]
         drawn = self.sampler.draw(logits, [self._paths[node] for node in above], counts, self._greedy)
         new = []

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..errors import ParameterError
+from ..grammar import Grammars, Matcher
+from ..params import SamplingParams
 from ..text import Tokenizer
 from ..tree import DraftTree
 
@@ -108,6 +112,20 @@ class Target(ABC):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[n, V]`` of the output head for ``"final"`` hidden states ``[n, H]``."""
         raise NotImplementedError(f"{type(self).__name__} does not lend its output head")
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        assert self.tokenizer is not None
+        return Grammars(self.tokenizer, self.vocab_size)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """What holds a sequence to the grammar that `params` ask for, if they do. Raises ParameterError for a broken one."""
+        grammar = params.grammar
+        if grammar is None:
+            return None
+        if self.tokenizer is None:
+            raise ParameterError(f"{grammar.kind} needs a tokenizer, and {self.name} has none")
+        return self._grammars.matcher(grammar, self.eos | frozenset(params.stop_token_ids))
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind: ``weights`` and ``kv_per_token`` at least, where they are known."""

@@ -25,7 +25,7 @@ class LetterTokenizer:
     def __init__(self, texts: Sequence[str], special: frozenset[int] = frozenset()):
         self.texts = list(texts)
         self.size = len(self.texts)
-        self._special = special
+        self.special = special
 
     def encode(self, text: str) -> list[int]:
         return self.encode_plain(text)
@@ -33,7 +33,7 @@ class LetterTokenizer:
     def encode_plain(self, text: str) -> list[int]:
         tokens, at = [], 0
         while at < len(text):
-            fitting = [i for i, t in enumerate(self.texts) if t and i not in self._special and text.startswith(t, at)]
+            fitting = [i for i, t in enumerate(self.texts) if t and i not in self.special and text.startswith(t, at)]
             if not fitting:
                 raise ParameterError(f"this tokenizer has no token for {text[at]!r}")
             tokens.append(max(fitting, key=lambda i: len(self.texts[i])))
@@ -41,7 +41,7 @@ class LetterTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(self.texts[t] for t in tokens if t not in self._special)
+        return "".join(self.texts[t] for t in tokens if t not in self.special)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         return [t for message in messages for t in self.encode_plain(message["content"])]

@@ -32,6 +32,8 @@ class HFTokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.size = max(tokenizer.get_vocab().values()) + 1
+        marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special = frozenset({*tokenizer.all_special_ids, *marked})
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer(text)["input_ids"]

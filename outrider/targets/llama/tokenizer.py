@@ -30,6 +30,10 @@ class GgufTokenizer:
             size -= 1
         self.size: int = size
 
+    @cached_property
+    def special(self) -> frozenset[int]:
+        return frozenset(token for token in range(self.size) if not self._piece(token))
+
     def encode(self, text: str) -> list[int]:
         return self._tokenize(text, True)
 
