@@ -76,7 +76,7 @@ def test_every_group_is_decoded_plainly_too_in_turns(engines, monkeypatch):
 
 def test_figures_come_from_rounds_and_texts_are_compared(engines):
     traced = []
-    runs = list(measure(engines, PROMPTS, PARAMS, trace=traced.append))
+    runs = list(measure(engines, PROMPTS, PARAMS, trace=traced.extend))
     for run, full in zip(runs, traced):
         for figures, result in zip(run.each, full.results):
             assert figures == statistics(result.rounds)
@@ -111,7 +111,7 @@ def test_the_median_run_counts(engines):
         each = tuple(replace(s, seconds={k: v * factor for k, v in s.seconds.items()}) for s in runs[0].each)
         return replace(runs[0], each=each)
 
-    assert runner._median([slowed(9), slowed(1), slowed(2)]).statistics.total_seconds == pytest.approx(
+    assert runner.median_run([slowed(9), slowed(1), slowed(2)]).statistics.total_seconds == pytest.approx(
         2 * runs[0].statistics.total_seconds
     )
 

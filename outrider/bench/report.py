@@ -89,8 +89,8 @@ def result(manifest: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "outrider_bench": RESULT_VERSION,
         **manifest,
-        "rows": [_row(row) for row in summarise(runs)],
-        "categories": [_row(row) for row in summarise(runs, by_category=True)],
+        "rows": [as_json(row) for row in summarise(runs)],
+        "categories": [as_json(row) for row in summarise(runs, by_category=True)],
         "runs": [_run(run) for run in runs],
     }
 
@@ -99,7 +99,7 @@ def _configuration(configuration: Configuration) -> dict[str, Any]:
     return asdict(configuration) | {"options": dict(configuration.options)}
 
 
-def _row(row: Row) -> dict[str, Any]:
+def as_json(row: Row) -> dict[str, Any]:
     return {
         **_configuration(row.configuration),
         "category": row.category,

@@ -109,11 +109,13 @@ def measure(
     prompts: Sequence[tuple[Prompt, str]],
     params: SamplingParams,
     repeat: int = 1,
-    trace: Callable[[Run], None] = lambda _: None,
+    trace: Callable[[list[Run]], None] = lambda _: None,
+    known: Callable[[Group, int], list[Run] | None] = lambda *_: None,
 ) -> Iterator[Run]:
     """Every Run of these configurations, all of one target and one batch size. prompts: with their categories.
 
-    trace: gets each Run with its Results' rounds; the Runs that are yielded hold figures, tokens and text only.
+    trace: gets the Runs of one group and repetition, plain decoding's first, with their Results' rounds; the Runs that are
+    yielded hold figures, tokens and text only. known: for a group and a repetition, its Runs where they were measured before.
     """
     first = next(iter(engines))
     plain = Engine(engines[first].target, NoDrafter(), 0, engines[first].accept)
@@ -123,17 +125,19 @@ def measure(
     _warm_up(everything, prompts[0][0], params)
     for repetition in range(repeat):
         for place, group in enumerate(groups):
-            turn = (repetition + place) % len(order)
+            if (before := known(group, repetition)) is not None:
+                yield from map(_light, before)
+                continue
+            shift = (repetition + place) % len(order)
             runs = {}
-            for configuration in order[turn:] + order[:turn]:
+            for configuration in order[shift:] + order[:shift]:
                 results = everything[configuration].generate([prompts[i][0] for i in group.numbers], params)
                 _refuse_errors(configuration, results)
                 runs[configuration] = Run(configuration, group, repetition, tuple(r.stats for r in results), tuple(results))
             expected = runs[first.plain]
-            for configuration in order:
-                run = _compared(everything[configuration], runs[configuration], expected, params, prompts)
-                trace(run)
-                yield _light(run)
+            turn = [_compared(everything[c], runs[c], expected, params, prompts) for c in order]
+            trace(turn)
+            yield from map(_light, turn)
 
 
 def _warm_up(engines: Mapping[Configuration, Engine], prompt: Prompt, params: SamplingParams) -> None:
@@ -218,8 +222,8 @@ def _row(configuration: Configuration, mine: list[list[Run]], plain: list[list[R
     result = every[0].results[0]
     return Row(
         configuration,
-        statistics=combine(_median(runs).statistics for runs in mine),
-        plain=combine(_median(runs).statistics for runs in plain),
+        statistics=combine(median_run(runs).statistics for runs in mine),
+        plain=combine(median_run(runs).statistics for runs in plain),
         runs=len(every),
         compared=len(found),
         differing=sum(d is not None for d in found),
@@ -230,6 +234,6 @@ def _row(configuration: Configuration, mine: list[list[Run]], plain: list[list[R
     )
 
 
-def _median(runs: list[Run]) -> Run:
+def median_run(runs: list[Run]) -> Run:
     """The run with the median time per token; of two in the middle the slower one."""
     return sorted(runs, key=lambda run: run.seconds_per_token)[len(runs) // 2]

@@ -1,4 +1,4 @@
-"""The command line: `outrider run`, `serve`, `bench`, `check`, `plan`, `models`, `drafters`, `demo`.
+"""The command line: `outrider run`, `serve`, `bench`, `report`, `check`, `plan`, `models`, `drafters`, `demo`.
 
 A command is a function; what several of them share stands in dataclasses (`options`), and each field is a command-line option.
 Nothing heavy is imported before a command runs.
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, check, demo, plan, run, serve, tables
+from . import bench, check, demo, plan, report, run, serve, tables
 from .session import Commands
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
+app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
 app.command("drafters")(tables.drafters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Iterator
 
 import typer
@@ -10,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Option
 
 from ..errors import ParameterError, PromptError
-from .options import MODEL, Decoding, Output, Sampling, flags, numbers
+from .options import MODEL, Decoding, Output, Sampling, flags, numbers, refuse_together
 from .session import (
     INTERRUPTED,
     as_prompt,
@@ -28,9 +29,12 @@ from .session import (
 )
 
 if TYPE_CHECKING:
+    from ..bench.folder import Folder
     from ..bench.prompts import Prompt as BenchPrompt
     from ..bench.runner import Configuration, Group, Run
     from ..engine import Engine
+    from ..sampling import SamplingParams
+    from ..targets.base import Target
     from ..text import Tokenizer
     from ..trace import TraceWriter
 
@@ -73,6 +77,10 @@ def bench(
     ] = None,
     raw: Annotated[bool, Option("--raw", help="Continue prompts as they are, without the chat template.")] = False,
     out: Annotated[str | None, Option(metavar="FILE", help="Write the result here, once and for all.")] = None,
+    report_to: Annotated[
+        str | None,
+        Option("--report", metavar="DIR", help="A report with plots, its traces beside it; the same command again goes on."),
+    ] = None,
     roofline: Annotated[
         bool, Option("--roofline", help="Measure passes over 1 to 32 rows, and what the machine would allow.")
     ] = False,
@@ -80,12 +88,13 @@ def bench(
 ) -> None:
     """Measure drafters beside our own plain decoding, in turns. -o DRAFTER.NAME=VALUE gives an option to one drafter only."""
     if roofline:
-        given = {"--prompts": prompts, "--limit": limit, "--raw": raw, "--trace": output.trace}
+        given = {"--prompts": prompts, "--limit": limit, "--raw": raw, "--trace": output.trace, "--report": report_to}
         refuse_with_roofline(sweep, loading, sampling, given)
         rooflines(sweep.target, loading, context or 128, repeat or 7, output.json, out)
         return
     if context is not None:
         raise ParameterError("--context belongs to --roofline")
+    refuse_together([("--report", report_to), ("--trace", output.trace)])  # a report has traces of its own
     repeat = repeat or 1
     from ..bench import report, runner
     from ..bench.prompts import read_prompts
@@ -108,6 +117,7 @@ def bench(
     schedule = [step for sizes in plans.values() for plan in sizes for step in runner.schedule(plan, categories, repeat)]
 
     done = Done({**manifest(), "sampling": asdict(params), "command_options": asdict(sweep)})
+    folder = open_folder(report_to, plans, asked, params, accept=loading.accept, raw=raw, loading=loading.arguments())
     texts = {str(number): prompt.text for number, prompt in enumerate(asked)}
     head = open_trace(output.trace, params, numbered(schedule), bench=asdict(sweep), prompts=texts)
     with head as trace, progress() as bar:
@@ -116,13 +126,60 @@ def bench(
         try:
             for target, sizes in plans.items():
                 for engines, ready in opened(target, sizes, loading, asked, raw, done):
-                    tracer.tokenizer = next(iter(engines.values())).target.tokenizer
-                    for run in runner.measure(engines, ready, params, repeat, tracer):
+                    model = next(iter(engines.values())).target
+                    tracer.tokenizer = model.tokenizer
+                    keep = partial(folder.keep, tokenizer=model.tokenizer, texts=texts) if folder else tracer
+                    find = partial(folder.find, target, next(iter(engines)).batch) if folder else nothing_known
+                    for run in runner.measure(engines, ready, params, repeat, keep, find):
                         done.runs.append(run)
                         bar.update(task, advance=1, description=str(run.configuration))
+                if folder:
+                    bar.update(task, description=f"{target}: roofline")
+                    note_target(folder, target, model)
         except KeyboardInterrupt:
             done.manifest["interrupted"] = True
+    if folder:
+        write_report(folder, done)
     finish(done, output.json, out)
+
+
+def nothing_known(group: Group, repetition: int) -> None:
+    """Where every decoding is measured anew."""
+
+
+def open_folder(
+    path: str | None,
+    plans: dict[str, list[list[Configuration]]],
+    asked: list[BenchPrompt],
+    params: SamplingParams,
+    **more: Any,
+) -> Folder | None:
+    """The folder of --report, new or to go on in."""
+    if path is None:
+        return None
+    from ..bench.folder import Folder, question
+
+    every = [configuration for sizes in plans.values() for plan in sizes for configuration in plan]
+    return Folder.make(path, question(every, asked, params, **more))
+
+
+def note_target(folder: Folder, name: str, target: Target) -> None:
+    """Write down what the target is, and its roofline, once."""
+    from ..bench.costs import roofline_of
+
+    rooflines = folder.about["rooflines"]
+    if name not in rooflines:
+        rooflines[name] = roofline_of(folder, name, target)
+        folder.note(models=folder.about["models"] | {name: target.describe()})
+
+
+def write_report(folder: Folder, done: Done) -> None:
+    """Make the report of all that the folder holds by now."""
+    from ..bench.page import write_report as write
+
+    if done.runs:
+        folder.note(interrupted=done.manifest["interrupted"])
+        say(f"report: {write(folder)}")
 
 
 def refuse_with_roofline(sweep: Sweep, loading: Decoding, sampling: Sampling, given: dict[str, Any]) -> None:
@@ -220,10 +277,10 @@ class Tracer:
         self._trace = trace
         self._next = 0
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, runs: list[Run]) -> None:
         if self._trace is None:
             return
-        for result in run.results:
+        for result in (result for run in runs for result in run.results):
             for round in result.rounds:
                 self._trace.write(replace(round, sequence=self._next), self.tokenizer)
             self._next += 1
