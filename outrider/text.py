@@ -31,8 +31,15 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of these tokens, special tokens left out."""
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's next turn starts."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of a conversation up to where the assistant's next turn starts. tools: definitions, for the template to show."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The same as text."""
+
+    @property
+    def template(self) -> str | None:
+        """The chat template's source, the one for tools if there are several; None where there is none."""
 
     def token_text(self, token: int) -> str:
         """The vocabulary's entry for `token`, as written in the tokenizer's file."""

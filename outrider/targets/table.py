@@ -7,7 +7,7 @@ over a tree rounds exactly as passes over single tokens do.
 from __future__ import annotations
 
 import hashlib
-from typing import Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -43,8 +43,15 @@ class LetterTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.texts[t] for t in tokens if t not in self.special)
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        return [t for message in messages for t in self.encode_plain(message["content"])]
+    template = None
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return self.encode_plain(self.render(messages, tools))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        if tools:
+            raise ParameterError("tools: letters have no chat template that shows them")
+        return "".join(message["content"] for message in messages)
 
     def token_text(self, token: int) -> str:
         return self.texts[token]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +44,21 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return self.encode_plain(self.render(messages, tools))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         if not self._tokenizer.chat_template:
             raise ParameterError("this model has no chat template; give a plain prompt instead of messages")
+        shown = {"tools": list(tools)} if tools else {}
         try:
-            return self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+            return self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **shown)
         except Exception as error:  # templates raise errors of their own for turns they do not take
             raise ParameterError(f"the model's chat template refuses these messages: {error}") from error
+
+    @property
+    def template(self) -> str | None:
+        return self._tokenizer.get_chat_template(tools=[{}]) if self._tokenizer.chat_template else None
 
     def token_text(self, token: int) -> str:
         return self._tokenizer.convert_ids_to_tokens(token)

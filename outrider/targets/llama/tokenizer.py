@@ -6,7 +6,7 @@ import ctypes
 import json
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn, Sequence
+from typing import Any, Mapping, NoReturn, Sequence
 
 from ...errors import ParameterError
 from ...text import Message
@@ -70,26 +70,31 @@ class GgufTokenizer:
             piece = self._pieces[token] = buffer.raw[:n]
         return piece
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return self.encode_plain(self.render(messages, tools))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         if self._template is None:
             raise ParameterError("this model has no chat template; give a plain prompt instead of messages")
         try:
-            text = self._template.render(
+            return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
                 bos_token=self._special("bos"),
                 eos_token=self._special("eos"),
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
             )
         except Exception as error:  # templates raise errors of their own for turns they do not take
             raise ParameterError(f"the model's chat template refuses these messages: {error}") from error
-        return self.encode_plain(text)
+
+    @property
+    def template(self) -> str | None:
+        return self._model.metadata("tokenizer.chat_template")
 
     @cached_property
     def _template(self) -> Any:
-        source = self._model.metadata("tokenizer.chat_template")
-        return compile_template(source) if source else None
+        return compile_template(self.template) if self.template else None
 
     def _special(self, which: str) -> str:
         token = getattr(self._c, f"vocab_{which}")(self._vocabulary)
