@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 
 def cache_directory() -> Path:
@@ -48,3 +50,25 @@ def write_json(path: str | Path, value: Any, mode: int | None = None) -> None:
     except BaseException:
         os.unlink(part)
         raise
+
+
+@contextmanager
+def appearing(path: str | Path) -> Iterator[Path]:
+    """A place for a file or folder to be written at; at the end of the block it becomes `path`, and replaces what was there.
+
+    Until then, and after any failure, `path` is as it was. Raises OSError where it cannot be written.
+    """
+    place = Path(path).absolute()
+    scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
+    part, old = scratch / place.name, scratch / f"{place.name}.old"
+    try:
+        yield part
+        if place.is_dir():
+            os.rename(place, old)  # a folder cannot be replaced in one step
+        os.replace(part, place)
+    except BaseException:
+        if old.exists() and not place.exists():
+            os.rename(old, place)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -157,27 +157,20 @@ def _quantise(library: Any, source: str, destination: str, kind: str, output: st
 # ---- fewer tokens ----------------------------------------------------------------------------------------------------------
 
 
-def _reader(source: str) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(source)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise LoadError(f"{source} cannot be read: {error}") from error
-
-
 def _count_tokens(source: str) -> int:
-    field = _reader(source).fields.get("tokenizer.ggml.tokens")
-    return len(field.data) if field is not None else 0
+    from .gguf_file import open_gguf
+
+    return open_gguf(source).length("tokenizer.ggml.tokens")
 
 
 def _fewer_tokens(source: str, destination: Path, most: int) -> tuple[int, int]:
     """Write `source` with about `most` tokens; returns how many it has now, and had."""
-    from gguf import GGUFValueType, GGUFWriter
+    from gguf import GGUFWriter
 
-    reader = _reader(source)
-    values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    kinds = {name: field.types for name, field in reader.fields.items()}
+    from .gguf_file import add_key, open_gguf
+
+    reader = open_gguf(source)
+    values, kinds = reader.values(), reader.kinds()
     tokens = values.get("tokenizer.ggml.tokens")
     if not tokens:
         raise LoadError(f"{source} has no vocabulary that could be made smaller")
@@ -196,8 +189,7 @@ def _fewer_tokens(source: str, destination: Path, most: int) -> tuple[int, int]:
             value = new[value]
         elif name.endswith(".vocab_size"):
             value = len(kept)
-        kind, *inner = kinds[name]
-        writer.add_key_value(name, value, kind, inner[0] if kind == GGUFValueType.ARRAY else None)
+        add_key(writer, name, value, kinds[name])
     for tensor in _tensors(source, reader, len(tokens)):
         by_token = tensor.name.split(".")[0] in ("token_embd", "output")
         writer.add_tensor(tensor.name, tensor.data[kept] if by_token else tensor.data, raw_dtype=tensor.tensor_type)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from ..errors import LoadError
+from ..files import to_json
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
 NOT_WEIGHTS = re.compile(r"openvino|training_args|optimizer|scheduler|rng_state|scaler|trainer_state")
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KINDS = {"float": "floating-point numbers", "int": "integers", "bool": "true or false"}
 _REQUIRED: Any = object()
 
@@ -36,7 +38,7 @@ class Stored:
 
 @dataclass
 class Checkpoint:
-    """Config and tensors of one folder, and which of them a loader has used.
+    """Config and tensors of one folder (or file), and which of them a loader has used.
 
     config: of `config.json`; empty without that file. tensors: by name. prefix: what `under` cut off the names.
     """
@@ -142,6 +144,11 @@ class Checkpoint:
 
     # ---- config -------------------------------------------------------------------------------------------------
 
+    @property
+    def config_file(self) -> Path:
+        """What the config was read from."""
+        return self.folder if self.folder.is_file() else self.folder / CONFIG
+
     def value(self, key: str, kind: type = int, default: Any = _REQUIRED) -> Any:
         """The config's value for `key`, of this kind (``bool``, ``int``, ``float``, ``str``, ``list``, ``dict``).
 
@@ -151,26 +158,24 @@ class Checkpoint:
         value = self.config.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise LoadError(f"{self.folder / 'config.json'} has no {key!r}, which is needed here")
+                raise LoadError(f"{self.config_file} has no {key!r}, which is needed here")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise LoadError(f"{self.folder / 'config.json'}: {key!r} must be {kind.__name__}; got {value!r}")
+            raise LoadError(f"{self.config_file}: {key!r} must be {kind.__name__}; got {value!r}")
         return value
 
     def refuse_flags(self, *prefixes: str) -> None:
         """Raise LoadError for a config key with one of these prefixes that nobody has asked for and that is not off."""
         for key, value in self.config.items():
             if key.startswith(prefixes) and key not in self.asked and value not in (None, False):
-                raise LoadError(
-                    f"{self.folder / 'config.json'}: {key!r} ({value!r}) is not known here; what it changes would be ignored"
-                )
+                raise LoadError(f"{self.config_file}: {key!r} ({value!r}) is not known here; what it changes would be ignored")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a folder; empty when there is none."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.exists():
         return {}
     try:
@@ -180,6 +185,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LoadError(f"{path} is not a JSON object")
     return value
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """A new folder with `config.json` in it. Raises OSError."""
+    folder.mkdir()
+    (folder / CONFIG).write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """A new folder with `config.json` and safetensors. Raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    write_config(folder, config)
+    try:
+        save_file({name: values.contiguous() for name, values in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def resolve(source: str) -> Path:
@@ -206,7 +229,7 @@ def resolve(source: str) -> Path:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files, else the pickles; with an index those that it names."""
-    for name, patterns in (("model.safetensors", ("*.safetensors",)), ("pytorch_model.bin", PICKLES)):
+    for name, patterns in ((WEIGHTS, ("*.safetensors",)), ("pytorch_model.bin", PICKLES)):
         index = folder / f"{name}.index.json"
         if index.exists():
             try:

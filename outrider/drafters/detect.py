@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import LoadError
 from ..models import PACKAGED
-from . import dflash_formats, eagle_formats, hydra, medusa, mtp_head
+from . import dflash_formats, eagle_formats, eagle_gguf, hydra, medusa, mtp_head
 from .checkpoint import Checkpoint, read_config, resolve
 
 
@@ -51,7 +51,7 @@ def _folder(source: str, checkpoint: Checkpoint) -> Found:
     if dialect := medusa.detect(checkpoint):
         return Found("medusa", medusa.DIALECTS[dialect])
     if dialect := eagle_formats.detect(checkpoint):
-        return Found("eagle", eagle_formats.DIALECTS[dialect])
+        return Found("eagle", eagle_formats.DIALECTS[dialect].title)
     names = set(checkpoint.tensors)
     if (modules := mtp_head.find(checkpoint)) and all(map(modules.holds, names)):
         return Found("mtp", f"multi-token prediction ({modules.layout.family})")
@@ -73,6 +73,8 @@ def _file(path: Path) -> Found:
         head = file.read(1 << 16)
     found = re.search(rb"general\.architecture\x08\0\0\0.{8}([a-z0-9_.-]+)", head, re.DOTALL)
     architecture = found[1].decode() if found else ""
-    if architecture in ("eagle3", "dflash"):
-        raise LoadError(f"{path} is a {architecture} head in a GGUF file, which is not supported; give its safetensors folder")
+    if architecture == eagle_gguf.ARCHITECTURE:
+        return Found("eagle", eagle_formats.DIALECTS["gguf"].title)
+    if architecture == "dflash":
+        raise LoadError(f"{path} is a DFlash drafter in a GGUF file, which is not supported; give its safetensors folder")
     return Found("model", "a causal language model in a GGUF file")

@@ -16,6 +16,7 @@ from ..errors import LoadError, ParameterError
 from ..targets.attention import KVSlot, Pass, PassCache, Segment, passing
 from ..targets.base import Target
 from ..tree import DraftTree
+from . import eagle_gguf
 from .checkpoint import Checkpoint, resolve
 from .eagle_formats import DIALECTS, read_recipe
 from .eagle_head import Eagle1Head, Eagle3Head, EagleHead
@@ -54,19 +55,12 @@ class EagleDrafter(FeatureDrafter):
     @classmethod
     def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> EagleDrafter:
         assert source is not None
-        return cls.build(Checkpoint.read(resolve(source)), target, options)
+        return cls.build(open_checkpoint(source), target, options)
 
     @classmethod
     def build(cls, checkpoint: Checkpoint, target: Target, options: EagleOptions) -> EagleDrafter:
         """From a checkpoint. Raises LoadError for a dialect, a tensor or a key that is not known, or that does not fit."""
-        recipe = read_recipe(checkpoint, target, options)
-        if recipe.dialect == "eagle":
-            for name in ("layers", "norm_before_residual", "norm_output"):
-                if getattr(options, name) is not None:
-                    raise ParameterError(f"option {name} is for EAGLE-3; {checkpoint.folder} is {DIALECTS[recipe.dialect]}")
-        head = (Eagle1Head if recipe.dialect == "eagle" else Eagle3Head)(recipe, checkpoint, target)
-        checkpoint.ignore(*(name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")))
-        checkpoint.refuse_rest()
+        head = read_head(checkpoint, target, options)
         n_parameters = sum(p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens."))
         if head.lm_head is None:
             n_parameters += target.vocab_size * target.hidden_size
@@ -78,13 +72,32 @@ class EagleDrafter(FeatureDrafter):
         """What `outrider check` shows about the head."""
         recipe = self.head.recipe
         return {
-            "dialect": DIALECTS[recipe.dialect],
+            "dialect": DIALECTS[recipe.dialect].title,
             "layers": list(recipe.layers),
             "decoder": f"{recipe.config.num_hidden_layers} x {recipe.config.model_type}",
             "embeddings": "the target's" if self.head.embed_tokens is None else "its own",
             "output matrix": "the target's" if self.head.lm_head is None else "its own",
             "vocabulary": self.head.vocab_size if self.head.draft_ids is None else len(self.head.draft_ids),
         }
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """What a folder, a hub id or a GGUF file holds. Raises LoadError."""
+    place = resolve(source)
+    return eagle_gguf.read(place) if place.is_file() else Checkpoint.read(place)
+
+
+def read_head(checkpoint: Checkpoint, target: Target, options: EagleOptions) -> EagleHead:
+    """The head with its weights as they are stored. Raises as `EagleDrafter.build` does."""
+    recipe = read_recipe(checkpoint, target, options)
+    if recipe.dialect == "eagle":
+        for name in ("layers", "norm_before_residual", "norm_output"):
+            if getattr(options, name) is not None:
+                raise ParameterError(f"option {name} is for EAGLE-3; {checkpoint.folder} is {DIALECTS['eagle'].title}")
+    head = (Eagle1Head if recipe.dialect == "eagle" else Eagle3Head)(recipe, checkpoint, target)
+    checkpoint.ignore(*(name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")))
+    checkpoint.refuse_rest()
+    return head
 
 
 @torch.inference_mode()

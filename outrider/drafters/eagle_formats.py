@@ -1,8 +1,8 @@
 """The dialects in which EAGLE heads are published, and what each says about its head.
 
-``eagle``: EAGLE-1 and 2 as SafeAILab's repository writes them. ``safeailab``, ``specforge``, ``speculators``: EAGLE-3 of
-SafeAILab/EAGLE, of sgl-project/SpecForge and SGLang, and of vllm-project/speculators. They share the maths, but not the names of
-tensors, the meaning of layer numbers, and the defaults.
+``eagle``: EAGLE-1 and 2 as SafeAILab's repository writes them. ``safeailab``, ``specforge``, ``speculators``, ``gguf``: EAGLE-3 of
+SafeAILab/EAGLE, of sgl-project/SpecForge and SGLang, of vllm-project/speculators, and of llama.cpp. They share the maths, but not the
+names of tensors, the meaning of layer numbers, and the defaults. What is read here is written in `outrider.export`, by the same table.
 """
 
 from __future__ import annotations
@@ -17,11 +17,25 @@ from .checkpoint import Checkpoint
 if TYPE_CHECKING:
     from .eagle import EagleOptions
 
+
+@dataclass(frozen=True)
+class Dialect:
+    """title: in words. first: what the names of the first layer's tensors begin with. outputs: its numbers of the target's layers
+    mean what leaves a layer, not what enters it. nested: the decoder layer has a config of its own within the head's.
+    """
+
+    title: str
+    first: str = "layers.0."
+    outputs: bool = False
+    nested: bool = False
+
+
 DIALECTS = {
-    "eagle": "EAGLE-1/2 (SafeAILab)",
-    "safeailab": "EAGLE-3 (SafeAILab)",
-    "specforge": "EAGLE-3 (SpecForge, SGLang)",
-    "speculators": "EAGLE-3 (speculators, vLLM)",
+    "eagle": Dialect("EAGLE-1/2 (SafeAILab)"),
+    "safeailab": Dialect("EAGLE-3 (SafeAILab)", "midlayer.", outputs=True),
+    "specforge": Dialect("EAGLE-3 (SpecForge, SGLang)", "midlayer.", outputs=True),
+    "speculators": Dialect("EAGLE-3 (speculators, vLLM)", nested=True),
+    "gguf": Dialect("EAGLE-3 (GGUF, llama.cpp)", nested=True),
 }
 
 SAYS_NOTHING = frozenset(
@@ -68,7 +82,8 @@ HEAD_KEYS = frozenset(
         "embed_requires_grad",
     }
 )
-SPECULATORS_KEYS = HEAD_KEYS | {
+NESTED_KEYS = HEAD_KEYS | {
+    "general.architecture",
     "speculators_model_type",
     "speculators_version",
     "speculators_config",
@@ -99,6 +114,8 @@ class Recipe:
 def detect(checkpoint: Checkpoint) -> str | None:
     """The dialect of an EAGLE head, by its content; None for anything else."""
     config, tensors = checkpoint.config, checkpoint.tensors
+    if config.get("general.architecture") == "eagle3":
+        return "gguf"
     if "speculators_model_type" in config or "speculators_config" in config:
         kind = config.get("speculators_model_type")
         return "speculators" if kind == "eagle3" else None
@@ -113,9 +130,11 @@ def read_recipe(checkpoint: Checkpoint, target: Target, options: EagleOptions) -
     """What the checkpoint says, and `options` overrides. Raises LoadError for what is not known here, or does not fit `target`."""
     dialect = detect(checkpoint)
     if dialect is None:
-        raise LoadError(f"{checkpoint.folder} is not an EAGLE head of a known dialect ({', '.join(DIALECTS.values())})")
+        raise LoadError(
+            f"{checkpoint.folder} is not an EAGLE head of a known dialect ({', '.join(d.title for d in DIALECTS.values())})"
+        )
     config = _layer_config(checkpoint, dialect, options)
-    first = "midlayer." if dialect in ("safeailab", "specforge") else "layers.0."
+    first = DIALECTS[dialect].first
     if dialect == "eagle":
         return Recipe(dialect, config, ("final",), first, fc_bias=_has(checkpoint, "bias", "fc.bias"))
     wanted = checkpoint.value("target_hidden_size", int, config.hidden_size)
@@ -174,10 +193,10 @@ def _layers(checkpoint: Checkpoint, dialect: str, target: Target, options: Eagle
         keys, origin = list(options.layers), "option layers"
     elif given is not None:
         keys, origin = list(given), key
-        if dialect != "speculators" and max(keys, default=0) != total:
+        if DIALECTS[dialect].outputs and max(keys, default=0) != total:
             keys = [k + 1 for k in keys]
     elif count == 3:
-        keys, origin = [2, total // 2, total - 3], "the default"
+        keys, origin = default_layers(total), "the default"
     else:
         raise LoadError(
             f"{checkpoint.folder} does not say which {count} layers of the target it reads; give them: -o layers=..."
@@ -189,13 +208,18 @@ def _layers(checkpoint: Checkpoint, dialect: str, target: Target, options: Eagle
     return tuple(keys)
 
 
+def default_layers(total: int) -> list[int]:
+    """The entries that every dialect means by naming none, of a target with so many layers."""
+    return [2, total // 2, total - 3]
+
+
 def _layer_config(checkpoint: Checkpoint, dialect: str, options: EagleOptions) -> Any:
     """transformers' config of the decoder layers. Raises LoadError for a family or a key that is not known."""
     from transformers import AutoConfig
 
     part = checkpoint
-    if dialect == "speculators":
-        _refuse_unknown(checkpoint, SPECULATORS_KEYS | SAYS_NOTHING, options)
+    if DIALECTS[dialect].nested:
+        _refuse_unknown(checkpoint, NESTED_KEYS | SAYS_NOTHING, options)
         part = replace(checkpoint, config=checkpoint.value("transformer_layer_config", dict))
     values = dict(part.config)
     family = values.pop("model_type", None) or "llama"
@@ -209,7 +233,7 @@ def _layer_config(checkpoint: Checkpoint, dialect: str, options: EagleOptions) -
     for key in HEAD_KEYS | {"architectures", "torch_dtype", "dtype", "auto_map", "quantization_config"}:
         values.pop(key, None)
     theta = options.rope_theta
-    if theta is None and dialect != "speculators" and not (values.get("rope_theta") or values.get("rope_parameters")):
+    if theta is None and not DIALECTS[dialect].nested and not (values.get("rope_theta") or values.get("rope_parameters")):
         theta = 10000.0  # what SafeAILab and SGLang take; the target's own is another
     if theta is not None:
         parameters = values.get("rope_parameters")

@@ -144,6 +144,9 @@ class Eagle3Head(EagleHead):
         norms = [self._norm(checkpoint, f"fc_norm.{i}", wide) for i in range(taken)] if recipe.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self._fill_first(checkpoint)
+        turns = self.body.rotary_emb.inv_freq
+        if (factors := checkpoint.take("rope_factors", len(turns), optional=True)) is not None:
+            turns /= factors.to(turns)  # llama.cpp's way to say how a rotation is stretched
         self._fill_vocabulary(checkpoint, target)
 
     def _fill_first(self, checkpoint: Checkpoint) -> None:

@@ -12,11 +12,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import LoadError, OutriderWarning
+import torch
+from torch import Tensor
+
+from ..errors import LoadError, OutriderWarning, ParameterError
 from ..targets.base import Target
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, write_config
 from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear
 
+WEIGHTS = "medusa_lm_head.pt"
 INSIDE = "medusa_head."
 """Where a Medusa-2 checkpoint has its heads, beside the model's own tensors."""
 DIALECTS = {
@@ -50,13 +54,7 @@ class MedusaDrafter(HeadsDrafter):
     @classmethod
     def build(cls, checkpoint: Checkpoint, target: Target, options: Any) -> MedusaDrafter:
         """From a checkpoint. Raises LoadError for what is no Medusa checkpoint, is not known, or does not fit `target`."""
-        dialect = detect(checkpoint)
-        if dialect is None:
-            raise LoadError(f"{checkpoint.folder} has no Medusa heads ({', '.join(DIALECTS.values())})")
-        for key in FLAGS:
-            checkpoint.asked.add(key)
-        checkpoint.refuse_flags("medusa_")
-        heads = _vllm_heads(checkpoint, target) if dialect == "vllm" else _own_heads(checkpoint, target, dialect)
+        dialect, heads = read_heads(checkpoint, target)
         facts = {
             "dialect": DIALECTS[dialect],
             "heads": len(heads),
@@ -77,6 +75,17 @@ class MedusaDrafter(HeadsDrafter):
         return drafter
 
 
+def read_heads(checkpoint: Checkpoint, target: Target) -> tuple[str, Heads]:
+    """The dialect, and the heads with their weights as they are stored. Raises as `MedusaDrafter.build` does."""
+    dialect = detect(checkpoint)
+    if dialect is None:
+        raise LoadError(f"{checkpoint.folder} has no Medusa heads ({', '.join(DIALECTS.values())})")
+    for key in FLAGS:
+        checkpoint.asked.add(key)
+    checkpoint.refuse_flags("medusa_")
+    return dialect, _vllm_heads(checkpoint, target) if dialect == "vllm" else _own_heads(checkpoint, target, dialect)
+
+
 def _own_heads(checkpoint: Checkpoint, target: Target, dialect: str) -> Heads:
     """``i.l.linear`` for block l of head i, then ``i.L`` for its output matrix."""
     part = checkpoint.under(INSIDE) if dialect == "medusa-2" else checkpoint
@@ -90,6 +99,44 @@ def _own_heads(checkpoint: Checkpoint, target: Target, dialect: str) -> Heads:
     if not count:
         raise LoadError(f"{checkpoint.folder} has Medusa blocks, but no output matrix {part.prefix}0.{blocks}.weight")
     return Heads(stacks, outputs)
+
+
+def bare(checkpoint: Checkpoint, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of heads as the authors' own code reads them, which `_own_heads` does too.
+
+    Raises LoadError as for drafting, and ParameterError for a reduced vocabulary, for which that code has no place.
+    """
+    _, heads = read_heads(checkpoint, target)
+    if heads.token_map is not None:
+        raise ParameterError(
+            f"{checkpoint.folder} has heads over a vocabulary of {len(heads.token_map)} tokens (token_map), for which the format medusa has no "
+            "place"
+        )
+    tensors: dict[str, Tensor] = {}
+    for i in range(len(heads)):
+        blocks: Any = heads.stacks[i]
+        for number, block in enumerate(blocks):
+            layer = block.linear
+            bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+            tensors |= {f"{i}.{number}.linear.weight": layer.weight.data, f"{i}.{number}.linear.bias": bias.data}
+        output: Any = heads.outputs[i]
+        tensors[f"{i}.{len(blocks)}.weight"] = output.weight.data
+    config = {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": len(heads.stacks[0]),  # type: ignore[arg-type]
+        "base_model_name_or_path": target.name,
+        "version": "2",
+    }
+    return config, tensors
+
+
+def write(place: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """A folder with the two files that the authors' code reads. Raises OSError."""
+    write_config(place, config)
+    try:
+        torch.save({name: values.contiguous() for name, values in tensors.items()}, place / WEIGHTS)
+    except RuntimeError as error:  # of a full disk
+        raise OSError(str(error)) from error
 
 
 def _vllm_heads(checkpoint: Checkpoint, target: Target) -> Heads:

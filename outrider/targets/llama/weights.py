@@ -30,9 +30,9 @@ class Matrices:
 
     @cached_property
     def _tensors(self) -> dict[str, Any]:
-        from gguf import GGUFReader
+        from ...gguf_file import open_gguf
 
-        found = (t for part in self._parts() for t in GGUFReader(part).tensors)
+        found = (t for part in self._parts() for t in open_gguf(part).tensors)
         return {t.name: t for t in found if t.name in ("token_embd.weight", "output.weight")}
 
     def _parts(self) -> list[str]:
