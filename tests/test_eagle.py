@@ -132,7 +132,7 @@ def chains(head: Any, embeddings: list[int], features: torch.Tensor, depth: int)
     head's own states, level by level.
     """
     n = len(features)
-    found = torch.zeros(depth, n, 101, dtype=features.dtype)
+    found = torch.zeros(depth, n, head.vocab_size, dtype=features.dtype)
     for i in range(n):
         kv, tree = KVSlot(), DraftTree.chain(0, [0] * i)
         states = head.run(embeddings[: i + 1], features[: i + 1], range(i + 1), [Segment(kv, tree, 0)])[-1:]
@@ -146,6 +146,9 @@ def chains(head: Any, embeddings: list[int], features: torch.Tensor, depth: int)
     return found
 
 
+NO_LIBRARY = (
+    "the speculators library is not installed: it needs 300 MB of packages, and an older transformers than the lock has"
+)
 FLAGS: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True},
@@ -162,9 +165,7 @@ def test_equals_the_speculators_library(flags: dict[str, Any], family: str, tmp_
     """A head made and saved by the library, and the logits of its forward at every depth. (With a sliding window only at the first:
     the library's training leaves the window where it was while a draft goes on.)
     """
-    eagle3 = pytest.importorskip(
-        "speculators.models.eagle3", reason="the speculators library, a tool of tests, is not installed"
-    )
+    eagle3 = pytest.importorskip("speculators.models.eagle3", reason=NO_LIBRARY)
     from transformers import AutoConfig
 
     changes: dict[str, Any] = {}

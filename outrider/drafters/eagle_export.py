@@ -91,7 +91,10 @@ def read(source: str, target: DescribedTarget, options: EagleOptions) -> BareHea
         tensors["d2t"] = tensors["d2t"].long()
         tensors["t2d"] = _known(head, checkpoint, tensors, target)
     layer = {key: getattr(recipe.config, key) for key in LAYER_KEYS}
-    layer |= {"vocab_size": _vocabulary(tensors, target), "rope_parameters": dict(recipe.config.rope_parameters)}
+    layer |= {
+        "vocab_size": _vocabulary(tensors, target),
+        "rope_parameters": dict(sorted(recipe.config.rope_parameters.items())),
+    }
     usual = type(recipe.config)().to_dict()
     said = {key: value for key, value in recipe.config.to_diff_dict().items() if key not in {*SAYS_NOTHING, *layer}}
     more = {key: value for key, value in said.items() if value != usual.get(key)}
@@ -247,7 +250,8 @@ def _outputs(head: BareHead) -> list[int]:
 
 
 def _speculators_config(head: BareHead) -> dict[str, Any]:
-    recipe = head.recipe
+    recipe, target = head.recipe, head.target
+    name = None if is_gguf(target.name) else target.name  # those who read it take configs of transformers alone
     proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -257,7 +261,7 @@ def _speculators_config(head: BareHead) -> dict[str, Any]:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": head.target.name, "architectures": head.target.architectures},
+            "verifier": {"name_or_path": name, "architectures": target.architectures},
         },
         "transformer_layer_config": {**head.layer, **head.more},
         "draft_vocab_size": head.draft_vocabulary,
