@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from outrider.cli import app
 from outrider.drafters import load_drafter
 from outrider.drafters.detect import detect
+from outrider.drafters.eagle import EagleOptions, open_checkpoint, read_head
 from outrider.errors import LoadError, ParameterError
 from outrider.export import FORMATS, export
 from outrider.models import load_target
@@ -66,7 +67,8 @@ def place(folder: Path, name: str, form: str) -> str:
 
 
 def weights(target: Any, source: str) -> dict[str, torch.Tensor]:
-    head = load_drafter(source, target).head  # type: ignore[attr-defined]
+    """All that is read, before it is packed."""
+    head = read_head(open_checkpoint(source), target, EagleOptions())
     return {**dict(head.named_parameters()), "ids": head.draft_ids, "layers": torch.tensor(head.layers)}
 
 
@@ -154,6 +156,32 @@ def test_a_stretched_rotation(target: Any, gguf: str, tmp_path: Path) -> None:
         export(str(tmp_path / "other.gguf"), "specforge", str(tmp_path / "never"), gguf)
 
 
+def test_a_quantised_head(target: Any, gguf: str, tmp_path: Path) -> None:
+    """As llama.cpp's tools write it: read as what its blocks mean."""
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    from outrider.gguf_file import add_key, open_gguf
+
+    source = head(tmp_path / "source")
+    made = open_gguf(export(source, "gguf", str(tmp_path / "h.gguf"), gguf).path)
+    writer = GGUFWriter(tmp_path / "q.gguf", "eagle3")
+    for name, value in made.values().items():
+        if name != "general.architecture":
+            add_key(writer, name, value, made.kinds()[name])
+    for part in made.tensors:
+        coarse = part.data.ndim == 2
+        kind = GGMLQuantizationType.Q8_0 if coarse else part.tensor_type
+        writer.add_tensor(part.name, quants.quantize(part.data, kind) if coarse else part.data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    exact, coarse_ones = weights(target, source), weights(target, str(tmp_path / "q.gguf"))
+    for name, value in coarse_ones.items():
+        assert torch.allclose(value.float(), exact[name].float(), atol=0.01), name
+    assert not torch.equal(coarse_ones["fc.weight"], exact["fc.weight"]) and torch.equal(coarse_ones["ids"], exact["ids"])
+
+
 def test_heads_that_borrow_their_output_matrix(target: Any, gguf: str, tmp_path: Path) -> None:
     config, tensors = eagles.make("specforge", vocab=VOCABULARY)
     del tensors["lm_head.weight"]
@@ -171,8 +199,8 @@ def test_eagle_1_heads_have_one_format(target: Any, tmp_path: Path) -> None:
     made = export(source, "safeailab", str(tmp_path / "made"), target.name)
     again = export(made.path, "safeailab", str(tmp_path / "again"), target.name)
     assert "EAGLE-1/2" in made.found and content(made.path) == content(again.path)
-    ours, theirs = (dict(load_drafter(s, target).head.named_parameters()) for s in (source, made.path))  # type: ignore[attr-defined]
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    ours, theirs = (dict(read_head(open_checkpoint(s), target, EagleOptions()).named_parameters()) for s in (source, made.path))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
     for form in EAGLE_3[1:]:
         with pytest.raises(ParameterError, match="EAGLE-1/2"):
             export(source, form, place(tmp_path, form, form), target.name)

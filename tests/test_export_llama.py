@@ -7,7 +7,6 @@ from typing import Any
 
 import eagles
 import pytest
-import torch
 from tiny import tiny_folder
 from tiny_gguf import write_gguf
 from toys import plain, run
@@ -59,10 +58,6 @@ def test_a_head_in_a_gguf_file_drafts_as_its_folder_does(pair: Any, tmp_path: Pa
     made = export(trained, "gguf", str(tmp_path / "head.gguf"), file)
     folder, here = EagleDrafter.load(target, CHAIN, trained), EagleDrafter.load(target, CHAIN, made.path)
     assert here.describe() == {**folder.describe(), "dialect": "EAGLE-3 (GGUF, llama.cpp)"}
-    ours = dict(here.head.named_parameters())
-    for name, weight in folder.head.named_parameters():
-        assert torch.equal(weight, ours[name]), name
-    assert torch.equal(here.head.draft_ids, folder.head.draft_ids)
     texts, proposed, accept = accepted(target, made.path, [PROMPT, OTHER])
     assert (texts, proposed, accept) == accepted(target, trained, [PROMPT, OTHER])
     assert texts[0] == text[len(PROMPT) :] and accept > TOKENS / 2
