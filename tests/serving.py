@@ -34,7 +34,7 @@ class Running:
 
     def chat(self, **body: Any) -> dict[str, Any]:
         """The answer to one request; an AssertionError for any other status than 200."""
-        messages = [{"role": "user", "content": body.pop("prompt", "The bridge over the river")}]
+        messages = body.pop("messages", None) or [{"role": "user", "content": body.pop("prompt", "The bridge over the river")}]
         with self.client() as client:
             got = client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, "max_tokens": 24, **body})
         assert got.status_code == 200, got.text

@@ -21,7 +21,7 @@ class Tally:
     """What the Rounds of one choice come to."""
 
     drafter: str | None = None
-    emitted: int = 0
+    tokens: list[int] = field(default_factory=list)
     proposed: int = 0
     accepted: int = 0
     passes: int = 0
@@ -30,7 +30,7 @@ class Tally:
 
     def add(self, round: Round) -> None:
         self.drafter = round.drafter
-        self.emitted += len(round.emitted)
+        self.tokens += round.emitted
         self.proposed += round.proposed
         self.accepted += round.accepted
         self.passes += 1
@@ -38,8 +38,7 @@ class Tally:
         self.pieces += round.pieces
 
     def report(self) -> JSON:
-        names = ("drafter", "passes", "proposed", "accepted")
-        return {"tokens": self.emitted, **{name: getattr(self, name) for name in names}}
+        return {name: getattr(self, name) for name in ("drafter", "tokens", "passes", "proposed", "accepted")}
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Answer:
         """Each prompt counts once, however many choices it has."""
         prompts = [job for job in self.jobs if job.is_first]
         prompt = sum(job.sequence.prompt_length for job in prompts)
-        completion = sum(tally.emitted for tally in self.tallies)
+        completion = sum(len(tally.tokens) for tally in self.tallies)
         made: JSON = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         made["prompt_tokens_details"] = {"cached_tokens": sum(job.cached for job in prompts)}
         if self.predicted:
