@@ -249,4 +249,4 @@ async def metrics(request: Request) -> Response:
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """The chat page."""
-    return FileResponse(PAGE / "index.html")
+    return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'; img-src data:"})
