@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Iterator
 
 import httpx2
@@ -98,3 +103,38 @@ def serving(what: Served | None = None, grace: float = 5.0, **options: Any) -> I
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive(), "the server does not end"
+
+
+@contextmanager
+def process(log: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`outrider serve` as a process of its own; its address and the process. log: gets what it writes. It is ended by SIGTERM."""
+    command = [
+        sys.executable,
+        "-c",
+        "from outrider.cli import main; main()",
+        "serve",
+        "--port",
+        "0",
+        "--name",
+        NAME,
+        *arguments,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open(log, "wb") as file, subprocess.Popen(command, stderr=file, stdout=file, env=environment) as running:
+        try:
+            end = time.monotonic() + 120
+            while " at http" not in (said := log.read_text()):
+                assert running.poll() is None and time.monotonic() < end, said
+                time.sleep(0.1)
+            url = said.split(" at ")[1].split(" ")[0]
+            with httpx2.Client() as client:
+                while True:
+                    try:
+                        client.get(f"{url}/health")
+                        break
+                    except httpx2.TransportError:
+                        time.sleep(0.05)
+            yield url, running
+        finally:
+            running.send_signal(signal.SIGTERM)
+            running.wait(60)

@@ -41,7 +41,8 @@ def stream(server: Running, path: str = "/v1/chat/completions", **body: Any) -> 
 def refused(server: Running, status: int = 400, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
     body = {"model": NAME, "messages": MESSAGES, **body}
     with server.client() as client:
-        got = client.post(path, json={name: value for name, value in body.items() if value is not ...})
+        content = json.dumps({name: value for name, value in body.items() if value is not ...})
+        got = client.post(path, content=content, headers={"content-type": "application/json"})
     assert got.status_code == status, got.text
     return got.json()["error"]
 
@@ -110,6 +111,10 @@ def test_more_refusals(server: Running) -> None:
         for content in (b"", b"{", b"[1]", b'"\xff"', b"\xff\xfe{}", b"[" * 100_000, b"null", b'{"model": "\\ud800"}', b"NaN"):
             got = client.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
             assert got.status_code == 400 and got.json()["error"]["message"], content[:20]
+        for text in ("\ud800", [{"type": "text", "text": "\udc00"}]):
+            message = {"role": "user", "content": text}
+            assert "surrogate" in refused(server, messages=[message])["message"]
+        assert server.chat(prompt="\U0001f600", max_tokens=2), "a whole pair is a character"
         got = client.post("/v1/chat/completions", content=json.dumps({"model": NAME, "messages": MESSAGES}))
         assert got.status_code == 400, "a page of another origin could send this without asking"
         assert client.get("/v1/nothing").status_code == 404 and client.put("/v1/models").status_code == 405
@@ -123,7 +128,8 @@ def test_null_is_absent(server: Running) -> None:
 
 def test_bodies_that_are_too_large_are_not_read() -> None:
     with serving(max_body=20_000) as server, server.client() as client:
-        assert client.post("/v1/chat/completions", json={"model": NAME, "user": "x" * 30_000}).status_code == 413
+        got = client.post("/v1/chat/completions", json={"model": NAME, "user": "x" * 30_000})
+        assert got.status_code == 413 and "error" in got.json()
 
         def endless() -> Iterator[bytes]:
             for _ in range(100):

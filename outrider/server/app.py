@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from .. import __version__
@@ -85,14 +86,13 @@ def make_app(served: Served, options: Options | None = None) -> FastAPI:
         version=__version__,
         summary="An OpenAI-compatible server with lossless speculative decoding",
         lifespan=lifespan,
-        max_body_size=options.max_body,
         docs_url=None,
         redoc_url=None,
     )
     app.state.service = service
     app.include_router(router)
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
-    app.add_middleware(cast(Any, Gate), metrics=service.metrics, api_key=options.api_key)
+    app.add_middleware(cast(Any, Gate), metrics=service.metrics, api_key=options.api_key, max_body=options.max_body)
     if options.cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(options.cors), allow_methods=["*"], allow_headers=["*"])
     app.add_exception_handler(Refusal, _refused)
@@ -147,6 +147,7 @@ async def _answer(body: ChatRequest | CompletionRequest, request: Request, kind:
     service = _service(request)
     if service.scheduler.is_closing:
         raise closing()
+    await _check_text(body, request)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: needs stream to be true", "stream_options")
     generation = await _begin(service, body, request, kind)
@@ -164,6 +165,15 @@ async def _answer(body: ChatRequest | CompletionRequest, request: Request, kind:
         generation.close()
         if service.options.log_prompts:
             generation.fields["texts"] = [job.sequence.text for job in generation.jobs]
+
+
+async def _check_text(body: BaseModel, request: Request) -> None:
+    """JSON can name halves of surrogate pairs, which are no text."""
+    if b"\\ud" in (await request.body()).lower():
+        try:
+            body.model_dump_json()
+        except ValueError as error:
+            raise invalid("the body is not text: it has half of a surrogate pair") from error
 
 
 async def _begin(service: Service, body: ChatRequest | CompletionRequest, request: Request, kind: type[Answer]) -> Generation:

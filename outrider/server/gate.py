@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refusal
@@ -20,10 +21,12 @@ QUIET = ("/health", "/metrics")
 
 
 class Gate:
-    """ASGI middleware. api_key: what requests must bring as a bearer token; None for no such thing."""
+    """ASGI middleware. api_key: what requests must bring as a bearer token; None for no such thing. max_body: bytes."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None):
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None, max_body: int):
         self._app = app
+        self._max_body = max_body
+        self._too_large = f"the body has more than {max_body} bytes"
         self._metrics = metrics
         self._key = api_key.encode() if api_key else None
 
@@ -41,17 +44,32 @@ class Gate:
                 status = message["status"]
             await send(message)
 
+        left = self._max_body
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, self._too_large)
+            return message
+
         try:
-            if self._key and not self._may_enter(scope):
-                refusal = Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
-                await refusal.response()(scope, receive, watch)
-            else:
-                await self._app(scope, receive, watch)
+            refusal = self._refuse(scope)
+            await (refusal.response() if refusal else self._app)(scope, limited, watch)
         finally:
             route = getattr(scope.get("route"), "path", None)
             self._metrics.answered(route or "other", status)
             level = logging.DEBUG if scope["path"] in QUIET and status < 400 else logging.INFO
             log.log(level, "request", extra={"fields": {**fields, "status": status, "seconds": time.monotonic() - began}})
+
+    def _refuse(self, scope: Scope) -> Refusal | None:
+        if self._key and not self._may_enter(scope):
+            return Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:  # a body without a length is cut off while it is read
+            return Refusal(413, self._too_large, "invalid_request_error")
+        return None
 
     def _may_enter(self, scope: Scope) -> bool:
         path = scope["path"]

@@ -98,8 +98,8 @@ class Served:
                 "speculation.drafter",
                 "invalid_value",
             )
-        if name == "none" and request.prediction is not None:
-            raise invalid("prediction: without speculation it cannot be used; leave one of them out", "prediction")
+        if request.prediction is not None and not self.drafters[name].drafter.takes_prediction:
+            raise invalid(f"prediction: the drafter {name!r} does not use it; leave one of them out", "prediction")
         if name == "prediction" and request.prediction is None:
             raise invalid("speculation.drafter: 'prediction' needs the field prediction", "prediction", "missing_parameter")
         return self.drafters[name]
