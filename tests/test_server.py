@@ -216,8 +216,15 @@ def test_the_end_lets_requests_finish_and_takes_no_more() -> None:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_what_does_not_finish_in_time_is_told_so(streaming: bool) -> None:
     with serving() as server, server.client() as client:
-        body = {"model": NAME, "messages": MESSAGES, "max_tokens": 450, "stream": streaming}
-        threading.Timer(0.3, server.scheduler.drain, [0.1]).start()
+
+        def end_soon() -> None:
+            while not server.scheduler.running:
+                time.sleep(0.002)
+            server.scheduler.drain(0.1)
+
+        thread = threading.Thread(target=end_soon)
+        thread.start()
+        body = {"model": NAME, "messages": MESSAGES, "max_tokens": 450, "n": 8, "stream": streaming, "speculation": False}
         if streaming:
             with client.stream("POST", "/v1/chat/completions", json=body) as got:
                 last = [line for line in got.iter_lines() if line][-1]
@@ -225,6 +232,7 @@ def test_what_does_not_finish_in_time_is_told_so(streaming: bool) -> None:
         else:
             got = client.post("/v1/chat/completions", json=body)
             assert got.status_code == 503 and "shutting down" in got.json()["error"]["message"]
+        thread.join()
 
 
 # ---- who may come in -------------------------------------------------------------------------------------------------------

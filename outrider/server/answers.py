@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
+from ..chat import Piece, Reader
 from ..text import REPLACEMENT, Tokenizer
 from ..trace import Round, TokenLogprob
 from .scheduler import Job
@@ -45,12 +46,14 @@ class Tally:
 class Answer:
     """The objects of one request's answer. Subclasses say what those of a kind look like.
 
-    report: whether they tell what was drafted; seed and drafter are told then, too.
+    readers: what reads each choice's text, where it may hold reasoning or calls. report: whether they tell what was drafted;
+    predicted: whether the drafts are a prediction's.
     """
 
     model: str
     jobs: Sequence[Job]
     tokenizer: Tokenizer | None
+    readers: Sequence[Reader | None]
     report: bool = False
     predicted: bool = False
     kind = ""
@@ -62,6 +65,7 @@ class Answer:
         self.created = int(time.time())
         self.tallies = [Tally() for _ in self.jobs]
         self.offsets = [0] * len(self.jobs)
+        self.calls = [0] * len(self.jobs)
 
     def _envelope(self, kind: str, choices: list[JSON]) -> JSON:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -85,7 +89,7 @@ class Answer:
 
     def ending(self, job: Job) -> JSON:
         """The chunk that says why a choice ended."""
-        choice = {**self._empty(job), "finish_reason": job.sequence.finish}
+        choice = {**self._last(job), "finish_reason": self._finish(job)}
         made = self._envelope(self.chunk_kind, [choice])
         if self.report:
             made["speculation"] = self._report(job)
@@ -98,14 +102,14 @@ class Answer:
     def _delta(self, job: Job, round: Round) -> JSON:
         raise NotImplementedError
 
-    def _empty(self, job: Job) -> JSON:
+    def _last(self, job: Job) -> JSON:
         raise NotImplementedError
 
     # ---- whole --------------------------------------------------------------------------------------------------
 
     def whole(self) -> JSON:
         """The answer of a request that is not streamed, once all jobs have ended."""
-        choices = [{**self._choice(job), "finish_reason": job.sequence.finish} for job in self.jobs]
+        choices = [{**self._choice(job), "finish_reason": self._finish(job)} for job in self.jobs]
         made = {**self._envelope(self.kind, choices), "usage": self.usage()}
         if self.report:
             made["speculation"] = [self._report(job) | {"pieces": self.tallies[job.choice].pieces} for job in self.jobs]
@@ -113,6 +117,10 @@ class Answer:
 
     def _choice(self, job: Job) -> JSON:
         raise NotImplementedError
+
+    def _finish(self, job: Job) -> str | None:
+        reader = self.readers[job.choice]
+        return "tool_calls" if reader and reader.calls and job.sequence.finish == "stop" else job.sequence.finish
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
@@ -153,19 +161,45 @@ class ChatAnswer(Answer):
         ]
 
     def _delta(self, job: Job, round: Round) -> JSON:
-        delta = {"content": round.text} if round.text else {}
-        return {"index": job.choice, "delta": delta, "logprobs": self._logprobs(round.logprobs)}
+        reader = self.readers[job.choice]
+        pieces = reader.push(round.text) if reader else [Piece("content", round.text)] if round.text else []
+        return {"index": job.choice, "delta": self._said(job, pieces), "logprobs": self._logprobs(round.logprobs)}
 
-    def _empty(self, job: Job) -> JSON:
-        return {"index": job.choice, "delta": {}, "logprobs": None}
+    def _last(self, job: Job) -> JSON:
+        reader = self.readers[job.choice]
+        return {"index": job.choice, "delta": self._said(job, reader.close() if reader else []), "logprobs": None}
 
     def _choice(self, job: Job) -> JSON:
         wanted = job.sequence.params.logprobs is not None
+        text, reader = job.sequence.text, self.readers[job.choice]
+        said = self._said(job, [*reader.push(text), *reader.close()] if reader else [Piece("content", text)])
+        for call in said.get("tool_calls", ()):
+            del call["index"]
         return {
             "index": job.choice,
-            "message": {"role": "assistant", "content": job.sequence.text},
+            "message": {"role": "assistant", "content": None if "tool_calls" in said else "", **said},
             "logprobs": self._logprobs(self.tallies[job.choice].logprobs if wanted else None),
         }
+
+    def _said(self, job: Job, pieces: Sequence[Piece]) -> JSON:
+        """The fields of a message or delta with these pieces."""
+        said: JSON = {}
+        for name, kind in (("content", "content"), ("reasoning_content", "reasoning")):
+            if text := "".join(piece.text for piece in pieces if piece.kind == kind):
+                said[name] = text
+        if calls := [piece.call for piece in pieces if piece.call]:
+            first = self.calls[job.choice]
+            self.calls[job.choice] += len(calls)
+            said["tool_calls"] = [
+                {
+                    "index": index,
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(calls, first)
+            ]
+        return said
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> JSON | None:
         if entries is None:
@@ -196,7 +230,7 @@ class TextAnswer(Answer):
     def _delta(self, job: Job, round: Round) -> JSON:
         return {"index": job.choice, "text": round.text, "logprobs": self._logprobs(job, round.logprobs)}
 
-    def _empty(self, job: Job) -> JSON:
+    def _last(self, job: Job) -> JSON:
         return {"index": job.choice, "text": "", "logprobs": None}
 
     def _choice(self, job: Job) -> JSON:

@@ -179,12 +179,13 @@ async def _check_text(body: BaseModel, request: Request) -> None:
 async def _begin(service: Service, body: ChatRequest | CompletionRequest, request: Request, kind: type[Answer]) -> Generation:
     """Check the request, queue its jobs, and open its trace."""
     loop = asyncio.get_running_loop()
-    sequences = await loop.run_in_executor(service.reader, service.served.sequences, body)
+    prepared = await loop.run_in_executor(service.reader, service.served.prepare, body)
     events: asyncio.Queue[Any] = asyncio.Queue()
     n = body.n or 1
-    jobs = [Job(s, i, i % n == 0, loop, events) for i, s in enumerate(sequences)]
+    jobs = [Job(s, i, i % n == 0, loop, events) for i, s in enumerate(prepared.sequences)]
     report = bool(body.speculation and body.speculation.report)
-    answer = kind(service.served.name, jobs, service.served.engine.target.tokenizer, report, body.prediction is not None)
+    tokenizer = service.served.engine.target.tokenizer
+    answer = kind(service.served.name, jobs, tokenizer, prepared.readers, report, body.prediction is not None)
     fields = request.state.fields
     if service.options.log_prompts:
         fields["body"] = body.model_dump(exclude_none=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from ..chat import Abilities, Reader, Tools, abilities
 from ..decode import Sequence as Decoding
 from ..drafters import TABLE, load_drafter
 from ..engine import Engine
 from ..errors import OutriderError, ParameterError, PromptError
 from ..sampling import SamplingParams
 from .errors import Refusal, invalid
-from .schema import ChatRequest, Common, CompletionRequest, Speculation, text_of
+from .schema import ChatRequest, Common, CompletionRequest, ResponseFormat, Speculation, text_of
 
 LIGHT = ("none", "suffix", "lookup", "prediction")
 """Drafters without weights: every request may choose them."""
@@ -29,8 +31,18 @@ SAMPLING = (
     "min_tokens",
     "ignore_eos",
     "seed",
+    "regex",
+    "lark",
 )
 """Fields that are parameters of the same name."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request's sequences, and what reads the text of each; None where it is text and nothing else."""
+
+    sequences: list[Decoding]
+    readers: list[Reader | None]
 
 
 @dataclass
@@ -54,7 +66,7 @@ class Served:
         rule = self.engine.accept
         return rule if rule != "block" or "chain" in TABLE[name].shapes else None
 
-    def sequences(self, request: ChatRequest | CompletionRequest) -> list[Decoding]:
+    def prepare(self, request: ChatRequest | CompletionRequest) -> Prepared:
         """A sequence for each prompt and choice, prompt by prompt. Raises Refusal for what cannot be decoded."""
         if request.model != self.name:
             raise Refusal(
@@ -70,7 +82,9 @@ class Served:
         engine = self._engine(request, speculation)
         try:
             params = self._params(request)
-            prompts = self._prompts(request)
+            prompts, tools = self._prompts(request)
+            if tools and (grammar := tools.grammar(prompts[0])):
+                params = replace(params, lark=grammar)
             if len(prompts) * (request.n or 1) > MOST_SEQUENCES:
                 raise PromptError(
                     f"{len(prompts)} prompts with n = {request.n or 1} choices are more than {MOST_SEQUENCES} sequences"
@@ -80,11 +94,11 @@ class Served:
             code = "context_length_exceeded" if "context" in str(error) else None
             raise invalid(str(error), "messages" if isinstance(request, ChatRequest) else "prompt", code) from error
         except (OutriderError, UnicodeEncodeError) as error:
-            raise invalid(str(error), field_of(str(error))) from error
+            raise invalid(str(error), field_of(str(error), request)) from error
         for sequence in sequences:
             sequence.drafter = engine.drafter if engine is not self.engine else None
             sequence.most_drafted = speculation.draft if speculation else None
-        return sequences
+        return Prepared(sequences, [tools.reader(s.tokens) if tools else None for s in sequences])
 
     def _engine(self, request: Common, speculation: Speculation | None) -> Engine:
         """The engine with the drafter of this request."""
@@ -116,6 +130,10 @@ class Served:
             values["logit_bias"] = {self._token(name): bias for name, bias in request.logit_bias.items()}
         if request.prediction is not None:
             values["prediction"] = text_of(request.prediction.content)
+        if request.choices is not None:
+            values["choices"] = tuple(request.choices)
+        if isinstance(request, ChatRequest) and request.response_format is not None:
+            values |= self._format(request.response_format)
         if isinstance(request, CompletionRequest):
             values["logprobs"] = request.logprobs
         elif request.logprobs:
@@ -144,18 +162,41 @@ class Served:
             raise ParameterError(f"logit_bias must map token ids to numbers from -100 to 100; got {name!r}")
         return int(name)
 
-    def _prompts(self, request: ChatRequest | CompletionRequest) -> list[Any]:
+    def _prompts(self, request: ChatRequest | CompletionRequest) -> tuple[list[Any], Tools | None]:
+        """The prompts; of a conversation also what reads its answers, where these may hold more than text."""
         if isinstance(request, ChatRequest):
-            return [[message.as_template() for message in request.messages]]
+            messages = [message.as_template() for message in request.messages]
+            tokenizer = self.engine.target.tokenizer
+            if tokenizer is None:
+                raise ParameterError("messages: this model has no tokenizer")
+            parallel = request.parallel_tool_calls is not False
+            tools = Tools.of(tokenizer, request.tools, request.tool_choice, parallel, self._abilities)
+            return [tools.prompt(messages)], tools if tools.definitions or self._abilities.thinks else None
         prompt = request.prompt
         if isinstance(prompt, str):
-            return [prompt]
+            return [prompt], None
         if not prompt:
             raise PromptError("the prompt is empty")
-        return [prompt] if isinstance(prompt[0], int) else list(prompt)
+        return ([prompt] if isinstance(prompt[0], int) else list(prompt)), None
+
+    @cached_property
+    def _abilities(self) -> Abilities:
+        assert self.engine.target.tokenizer is not None
+        return abilities(self.engine.target.tokenizer)
+
+    @staticmethod
+    def _format(form: ResponseFormat) -> dict[str, Any]:
+        """The parameters of a `response_format`."""
+        if (form.type == "json_schema") != (form.json_schema is not None):
+            raise ParameterError("response_format: the type json_schema and the field json_schema belong together")
+        if form.json_schema is not None:
+            return {"json_schema": {} if form.json_schema.schema_ is None else form.json_schema.schema_}
+        return {"json_object": True} if form.type == "json_object" else {}
 
 
-def field_of(message: str) -> str | None:
+def field_of(message: str, request: ChatRequest | CompletionRequest) -> str | None:
     """The request's field that an error's message begins with, if it does."""
     first = message.split(maxsplit=1)[0].rstrip(":") if message else ""
-    return first if first in {*ChatRequest.model_fields, *CompletionRequest.model_fields} else None
+    if first in ("json_schema", "json_object"):
+        first = "response_format"
+    return first if first in type(request).model_fields else None

@@ -70,6 +70,20 @@ def text_of(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+class JsonSchema(Strict):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the answer looks like: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Common(Strict):
     """What completions and chat completions share."""
 
@@ -92,6 +106,9 @@ class Common(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
+    regex: str | None = None
+    choices: Annotated[list[str], Field(min_length=1)] | None = None
+    lark: str | None = None
     speculation: Speculation | Literal[False] | None = None
     # what changes nothing here
     user: str | None = None
@@ -115,6 +132,10 @@ class ChatRequest(Common):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 
