@@ -1,13 +1,12 @@
 """How the product of a linear layer is chosen: the decision, the file, what is forced; and that every candidate computes the layer."""
 
 import json
-from copy import deepcopy
 
 import pytest
 import torch
 from tiny import tiny_folder
 from torch import nn
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
+from toys import uneven_model
 
 from outrider import kernels
 from outrider.kernels import PackedLinear, WideEmbedding, choose, pack
@@ -46,18 +45,7 @@ def measured(monkeypatch):
 
 
 def llama(**more):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=72,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_bias=True,
-        **more,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return uneven_model(attention_bias=True, **more)
 
 
 # ---- the decision ---------------------------------------------------------------------------------------------------
@@ -237,17 +225,6 @@ def test_products_equal_float64(name, weights, arithmetic, bias):
             assert rows == 0 or error.max() < (1e-6 if arithmetic == torch.float32 else 1e-2)
 
 
-GEMMA = GemmaConfig(
-    vocab_size=101,
-    hidden_size=48,
-    intermediate_size=72,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=12,
-)
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", ["plain", "tied", "gemma"])
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
@@ -256,12 +233,9 @@ def test_a_model_of_each_candidate_equals_the_reference(name, kind, weights, ari
     if arithmetic == torch.bfloat16 and (weights != arithmetic or (name == "onednn" and not choose.has_onednn(arithmetic))):
         pytest.skip("bfloat16 arithmetic is for bfloat16 weights, and where oneDNN has it")
     torch.manual_seed(0)
-    make = (
-        (lambda: AutoModelForCausalLM.from_config(deepcopy(GEMMA), dtype=torch.float32).eval())
-        if kind == "gemma"
-        else (lambda: llama(tie_word_embeddings=kind == "tied"))
+    model, reference = (
+        uneven_model("gemma", head_dim=12) if kind == "gemma" else llama(tie_word_embeddings=kind == "tied") for _ in range(2)
     )
-    model, reference = make(), make()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(weights)
     reference.load_state_dict(model.state_dict())

@@ -5,7 +5,8 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig
+from toys import uneven_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider import kernels
 from outrider.kernels import PANEL, Packed, PackedLinear, pack
@@ -135,29 +136,10 @@ def test_attention_of_a_row_does_not_depend_on_what_it_does_not_see(variant):
 
 
 CONFIGS = {
-    "llama": LlamaConfig(
-        vocab_size=101, hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    ),
-    "llama-tied": LlamaConfig(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=72,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        attention_bias=True,
-    ),
-    "gemma": GemmaConfig(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=72,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-    ),
-    "gpt2": GPT2Config(vocab_size=101, n_embd=48, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2),
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True, "attention_bias": True},
+    "gemma": {"head_dim": 12},
+    "gpt2": {"n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
 }
 
 
@@ -165,7 +147,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_packed_model_says_what_the_float32_model_says(name, dtype):
     torch.manual_seed(0)
-    model, reference = (AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=torch.float32).eval() for _ in range(2))
+    model, reference = (uneven_model(name.split("-")[0], **CONFIGS[name]) for _ in range(2))
     for parameter in model.parameters():  # as from_pretrained does it: buffers stay as they are
         parameter.data = parameter.data.to(dtype)
     reference.load_state_dict(model.state_dict())
@@ -238,7 +220,7 @@ def test_a_sparse_model_reads_only_the_experts_that_its_rows_chose(kind):
 
 
 def test_layers_that_share_a_weight_keep_it():
-    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS["llama"]), dtype=torch.float32).eval()
+    model = uneven_model()
     first, second = model.model.layers
     second.mlp.gate_proj.weight = first.mlp.gate_proj.weight
     tokens = torch.randint(3, 101, (1, 9))

@@ -212,6 +212,27 @@ COMMON: dict[str, Any] = {
 }
 
 
+UNEVEN: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""Sizes that divide into no kernel's blocks."""
+
+
+def uneven_model(kind: str = "llama", **config: Any) -> Any:
+    """A model of `UNEVEN` sizes with transformers' own random weights, always the same, in float32."""
+    import transformers
+
+    made = transformers.AutoConfig.for_model(kind, **{**UNEVEN, **config})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+
+
 def tiny_model(
     kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, spread: float = 0.05, **config: Any
 ) -> Any:

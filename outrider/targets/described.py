@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Iterator, NoReturn, Sequence
-
-from torch import Tensor
+from typing import Any, NoReturn, Sequence
 
 from ..errors import LoadError
-from ..tree import DraftTree
-from .base import LayerKey, Output, Slot, Target
+from .base import Target
 
 
 class DescribedTarget(Target):
@@ -64,34 +61,4 @@ class DescribedTarget(Target):
     def _cannot(self, *_: Any, **__: Any) -> NoReturn:
         raise LoadError(f"this needs the weights of {self.name}, of which only the shape was read")
 
-    def open(self, like: Slot | None = None, length: int = 0) -> Slot:
-        self._cannot()
-
-    def truncate(self, slot: Slot, length: int) -> None:
-        self._cannot()
-
-    def prefill(
-        self, slot: Slot, tokens: Sequence[int], layers: Sequence[LayerKey] = (), logits: bool = False
-    ) -> Iterator[Output]:
-        self._cannot()
-
-    def forward(
-        self,
-        work: Sequence[tuple[Slot, DraftTree]],
-        layers: Sequence[LayerKey] = (),
-        upto: int | None = None,
-        skip: Sequence[int] = (),
-    ) -> list[Output]:
-        self._cannot()
-
-    def commit(self, slot: Slot, path: Sequence[int]) -> None:
-        self._cannot()
-
-    def close(self, slot: Slot) -> None:
-        self._cannot()
-
-    def embed(self, tokens: Sequence[int]) -> Tensor:
-        self._cannot()
-
-    def head(self, hidden: Tensor) -> Tensor:
-        self._cannot()
+    open = truncate = prefill = forward = commit = close = embed = head = _cannot  # type: ignore[assignment]
