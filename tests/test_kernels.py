@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from toys import uneven_model
+from toys import UNEVEN, uneven_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider import kernels
@@ -169,13 +169,9 @@ def test_a_packed_model_says_what_the_float32_model_says(name, dtype):
 
 
 SPARSE = {
-    "vocab_size": 101,
-    "hidden_size": 48,
+    **UNEVEN,
     "intermediate_size": 40,
     "moe_intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 12,
     "num_experts": 8,
     "num_local_experts": 8,
