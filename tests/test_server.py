@@ -333,3 +333,15 @@ def test_a_prediction_is_used_and_accounted_for() -> None:
         assert wrong["choices"][0]["message"]["content"] == plain
         refusal = refused(server, prediction={"content": "x"}, speculation=False)
         assert refusal["param"] == "prediction"
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Running) -> None:
+    import re
+    from pathlib import Path
+
+    server.chat(prompt="abcabcabcabcabcabc", temperature=0, max_tokens=100)
+    with server.client() as client:
+        there = client.get("/metrics").text
+    dashboard = (Path(__file__).parents[1] / "deploy/grafana.json").read_text()
+    asked = set(re.findall(r"outrider:\w+", dashboard))
+    assert len(asked) > 12 and not [name for name in asked if f"\n{name}{{" not in there]
