@@ -227,7 +227,7 @@ def test_what_its_openapi_document_allows_never_makes_it_fail(examples: int) -> 
             def check(case: Any) -> None:
                 if isinstance(case.body, dict):  # so that some get beyond the name, and none takes long
                     case.body |= {"model": NAME} if len(str(case.body)) % 2 else {}
-                    case.body |= {"max_tokens": 3} if "max_tokens" in case.body else {}
+                    case.body.setdefault("max_tokens", 3)
                 got = case.call(timeout=60)
                 asked[got.status_code] += 1
                 case.validate_response(got, checks=[not_a_server_error])
