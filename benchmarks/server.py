@@ -191,7 +191,7 @@ def a_file(lines: int) -> str:
 async def with_prediction(arguments: argparse.Namespace) -> None:
     source = a_file(arguments.lines)
     task = f"Rename the function measure_3 to spread in this file, and answer with the whole file and nothing else.\n\n```python\n{source}```"
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": task}], "max_tokens": 4000}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": task}], "max_tokens": 2000, "stop": "\n```"}
     predicted = {"prediction": {"type": "content", "content": f"```python\n{source}```"}}
     runs = (
         ("without speculation", {"speculation": {"drafter": "none", "report": True}}),

@@ -293,6 +293,7 @@ def test_a_trace_of_a_chosen_request(server: Running, tmp_path: Any) -> None:
     header, rounds = read_trace(tmp_path / "trace.jsonl")
     assert {r.sequence for r in rounds} == {0, 1} and statistics(rounds).emitted == 40
     assert header["target"]["vocabulary"] and len(header["sequences"]) == 2
+    assert [each["prompt"] for each in header["sequences"]] == [0, 0] and "notebook" in header["prompts"]["0"]
 
 
 def test_the_log_has_figures_and_no_text(server: Running, caplog: pytest.LogCaptureFixture) -> None:

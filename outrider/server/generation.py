@@ -51,7 +51,7 @@ class Generation:
             else:
                 self._count(job, round)
                 if self._trace:
-                    self._trace.write(replace(round, sequence=job.choice))
+                    self._trace.write(replace(round, sequence=job.choice), self.answer.tokenizer)
             yield job, round
 
     async def whole(self) -> dict[str, Any]:

@@ -229,10 +229,12 @@ class Scheduler:
         return True
 
     def _end_all(self, why: str) -> None:
+        """After an error that should not be: nothing that was held is trusted any more."""
         for job in self._jobs.values():
             if not job.sequence.finish:
                 job.sequence.finish, job.sequence.error = "error", why
             job.sequence.keep_open = False
+            close_sequence(self.engine.target, job.sequence)
         self._batch.close()
 
     def _deliver(self, rounds: list[Round], ended: list[Job]) -> None:

@@ -38,6 +38,9 @@ class Traces:
             path.unlink(missing_ok=True)
         first = jobs[0].sequence
         drafter = first.drafter or engine.drafter
+        prompts = [job.sequence for job in jobs if job.is_first]
+        per_prompt = len(jobs) // len(prompts)
+        decode = engine.target.tokenizer.decode if engine.target.tokenizer else lambda tokens: ""
         return TraceWriter(
             self.folder / f"{name}.jsonl",
             {
@@ -49,7 +52,10 @@ class Traces:
                 "rule": first.rule,
                 "lossy": first.lossy,
                 "seed": first.sampler.seed,
-                "sequences": [{"prompt_tokens": job.sequence.prompt_length, "choice": job.choice} for job in jobs],
+                "prompts": {i: decode(s.tokens[: s.prompt_length]) for i, s in enumerate(prompts)},
+                "sequences": [
+                    {"prompt": job.choice // per_prompt, "prompt_tokens": job.sequence.prompt_length} for job in jobs
+                ],
             },
         )
 
