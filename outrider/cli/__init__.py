@@ -1,4 +1,4 @@
-"""The command line: `outrider run`, `serve`, `bench`, `report`, `check`, `plan`, `export`, `models`, `drafters`, `demo`.
+"""The command line: `outrider run`, `serve`, `bench`, `report`, `check`, `plan`, `data`, `train`, `export`, `models`, `drafters`, `demo`.
 
 A command is a function; what several of them share stands in dataclasses (`options`), and each field is a command-line option.
 Nothing heavy is imported before a command runs.
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, check, demo, export, plan, report, run, serve, tables
+from . import bench, check, data, demo, export, plan, report, run, serve, tables, train
 from .session import Commands
 
 app = typer.Typer(
@@ -46,6 +46,8 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
+app.command("data")(data.data)
+app.command("train")(train.train)
 app.command("export")(export.export)
 app.command("drafters")(tables.drafters)
 app.add_typer(tables.models, name="models", help="Models that come without a hub or an account.")

@@ -42,12 +42,9 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Loading:
-    """How models are loaded, and how they draft."""
+class Place:
+    """How models are loaded."""
 
-    option: Annotated[
-        list[str], Option("-o", "--option", metavar="NAME=VALUE", help="An option of the drafter.", rich_help_panel=MODEL)
-    ] = field(default_factory=list)
     device: Annotated[str, Option(help="auto, cpu, cuda, cuda:N, mps.", rich_help_panel=MODEL)] = "auto"
     dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16, float64.", rich_help_panel=MODEL)] = "auto"
     trust_remote_code: Annotated[
@@ -70,6 +67,15 @@ class Loading:
         """Keyword arguments for `load_target`."""
         plain = {name: getattr(self, name) for name in ("device", "dtype", "trust_remote_code", "revision", "gguf_library")}
         return {**plain, "gguf": named_values(self.gguf, "a parameter of GGUF files", "-g")}
+
+
+@dataclass(frozen=True)
+class Loading(Place):
+    """How models are loaded, and how they draft."""
+
+    option: Annotated[
+        list[str], Option("-o", "--option", metavar="NAME=VALUE", help="An option of the drafter.", rich_help_panel=MODEL)
+    ] = field(default_factory=list)
 
     def options(self) -> dict[str, str]:
         """The drafter's options by name."""

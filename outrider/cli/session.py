@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from ..errors import LoadError, OutriderError, OutriderWarning, ParameterError, PromptError
 from ..files import to_json
-from .options import Decoding, Loading, Pair
+from .options import Decoding, Loading, Pair, Place
 
 if TYPE_CHECKING:
     from ..drafters import Drafter
@@ -99,7 +99,7 @@ def waiting(what: str) -> ContextManager[Any]:
     return on_stderr().status(what) if sys.stderr.isatty() else nullcontext()
 
 
-def open_target(source: str, loading: Loading, drafters: Sequence[str] = ()) -> Target:
+def open_target(source: str, loading: Place, drafters: Sequence[str] = ()) -> Target:
     """The target, loaded; what takes long is announced. drafters: what will draft for it."""
     quiet()
     from ..models import PACKAGED, get, load_target, target_loading

@@ -220,6 +220,20 @@ def check_vocabulary(checkpoint: Checkpoint, name: str, size: int, target: Targe
         )
 
 
+def reduce(heads: Heads, checkpoint: Checkpoint, ids: Tensor, target: Target) -> None:
+    """Let the outputs stand for these ids of the target's vocabulary. Raises LoadError where they cannot."""
+    for output in heads.outputs:
+        if len(ids) != output.out_features:
+            raise LoadError(
+                f"{checkpoint.folder}: token_map has {len(ids)} ids, but an output matrix {output.out_features} rows"
+            )
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) != len(ids):
+        raise LoadError(
+            f"{checkpoint.folder}: token_map does not hold different ids below {target.vocab_size}, the vocabulary of {target.name}"
+        )
+    heads.reduce(ids.long(), target.vocab_size)
+
+
 def settle(module: nn.Module, target: Target, widened: str = " ") -> None:
     """Bring a module's weights to where and how the target computes; on a CPU in the products that are the fastest there.
 

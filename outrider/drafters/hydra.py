@@ -21,7 +21,7 @@ from ..targets.base import Output, Target
 from .base import State, Work
 from .checkpoint import Checkpoint
 from .features import FeatureReader, FeatureState, last_states, store
-from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear, settle
+from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear, reduce, settle
 
 ARCHITECTURES = {"mlp": "Hydra heads", "prefix-mlp": "Hydra++ heads (prefix-mlp)"}
 PREFIX = "prefix_embeding_layer."  # as the published files spell it
@@ -60,6 +60,8 @@ class HydraDrafter(HeadsDrafter):
                 f"{checkpoint.folder}: 'hidden_state_offset' is {offset}; only heads on the last hidden state (0) are supported"
             )
         heads = _heads(checkpoint, target)
+        if (ids := checkpoint.take("token_map", None, kind="int", optional=True)) is not None:
+            reduce(heads, checkpoint, ids, target)
         prefix = Prefix(checkpoint.under(PREFIX), target) if architecture == "prefix-mlp" else None
         checkpoint.ignore(*(name for name in checkpoint.tensors if name.startswith(PREFIX)))  # has seen to that itself
         checkpoint.refuse_rest()
@@ -157,7 +159,8 @@ def _heads(checkpoint: Checkpoint, target: Target) -> Heads:
         stacks.append(stack)
         name = f"hydra_lm_head.{i}.1" if f"hydra_lm_head.{i}.1.weight" in checkpoint else f"hydra_lm_head.{i}"
         outputs.append(linear(checkpoint, name, None, width, True))
-        check_vocabulary(checkpoint, f"{name}.weight", outputs[-1].out_features, target)
+        if "token_map" not in checkpoint:
+            check_vocabulary(checkpoint, f"{name}.weight", outputs[-1].out_features, target)
     if not count:
         raise LoadError(
             f"{checkpoint.folder} has no tensor hydra_mlp.0.0.linear.weight: it is incomplete, or of another dialect"

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import LoadError, OutriderWarning, ParameterError
 from ..targets.base import Target
 from .checkpoint import Checkpoint, write_config
-from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear
+from .heads import Block, Heads, HeadsDrafter, check_vocabulary, linear, reduce
 
 WEIGHTS = "medusa_lm_head.pt"
 INSIDE = "medusa_head."
@@ -155,17 +155,10 @@ def _vllm_heads(checkpoint: Checkpoint, target: Target) -> Heads:
     made = {name: linear(checkpoint, name, None, width, False) for name in dict.fromkeys(names)}
     heads = Heads(stacks, [made[name] for name in names])
     ids = checkpoint.take("token_map", None, kind="int", optional=True)
-    for name, output in made.items():
-        if ids is None:
-            check_vocabulary(checkpoint, f"{name}.weight", output.out_features, target)
-        elif len(ids) != output.out_features:
-            raise LoadError(f"{checkpoint.folder}: token_map has {len(ids)} ids, but {name}.weight {output.out_features} rows")
     if ids is not None:
-        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(ids.unique()) != len(ids):
-            raise LoadError(
-                f"{checkpoint.folder}: token_map does not hold different ids below {target.vocab_size}, the vocabulary of {target.name}"
-            )
-        heads.reduce(ids.long(), target.vocab_size)
+        reduce(heads, checkpoint, ids, target)
+    for name, output in made.items() if ids is None else ():
+        check_vocabulary(checkpoint, f"{name}.weight", output.out_features, target)
     checkpoint.refuse_rest()
     return heads
 
