@@ -17,8 +17,6 @@ import torch
 from enumeration import (
     KINDS,
     PROMPT,
-    Branch,
-    Broken,
     Case,
     Drafts,
     Folded,
@@ -32,16 +30,15 @@ from enumeration import (
     grown,
     mixed,
     mixed_other,
-    outcomes,
     reference_law,
     reference_scores,
-    require,
     whimsical,
     without_replacement,
 )
 
 from outrider import accept, sampling
 from outrider.accept import Decision
+from outrider.branching import Branch, Broken, outcomes, require
 from outrider.sampling import Sampler, SamplingParams
 from outrider.tree import DraftTree
 

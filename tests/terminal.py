@@ -20,11 +20,12 @@ MARKS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 
 class Terminal:
-    """A running command. `seen`: everything that it wrote; `plain`: without colours and other marks."""
+    """A running command. `seen`: everything that it wrote; `plain`: without colours and other marks;
+    `at`: how far of that was expected."""
 
     def __init__(self, *arguments: object, columns: int = 160, **environment: str):
         self.seen = ""
-        self._at = 0
+        self.at = 0
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
         own = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES")}
@@ -47,11 +48,11 @@ class Terminal:
     def expect(self, text: str, seconds: float = 120) -> str:
         """Wait until `text` appears after what was expected before; returns what came in between."""
         end = time.monotonic() + seconds
-        while (found := self.plain.find(text, self._at)) < 0:
-            if not self._read(end - time.monotonic()):
-                raise AssertionError(f"{text!r} did not come; the last lines were:\n{self.plain[self._at :][-3000:]}")
-        between = self.plain[self._at : found]
-        self._at = found + len(text)
+        while (found := self.plain.find(text, self.at)) < 0:
+            if not self.read(end - time.monotonic()):
+                raise AssertionError(f"{text!r} did not come; the last lines were:\n{self.plain[self.at :][-3000:]}")
+        between = self.plain[self.at : found]
+        self.at = found + len(text)
         return between
 
     def send(self, line: str) -> None:
@@ -64,7 +65,7 @@ class Terminal:
     def end(self, seconds: float = 120) -> int:
         """Read to the end; the exit code."""
         end = time.monotonic() + seconds
-        while self._read(end - time.monotonic()):
+        while self.read(end - time.monotonic()):
             pass
         code = self._process.wait(max(end - time.monotonic(), 1))
         os.close(self._master)
@@ -74,7 +75,7 @@ class Terminal:
         self._process.send_signal(signal.SIGKILL)
         self.end()
 
-    def _read(self, seconds: float) -> bool:
+    def read(self, seconds: float) -> bool:
         """More of what it writes; False at the end, or after so many seconds."""
         if seconds <= 0 or not select.select([self._master], [], [], seconds)[0]:
             return False
