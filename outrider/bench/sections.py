@@ -223,7 +223,8 @@ def _costs(target: str, found: Row) -> Section | None:
         ]
         note += (
             f" Alone: medians of {roof['repeats']} passes after {roof['context']} tokens. Limit: what reading the weights at "
-            f"{roof['rates']['bandwidth'] / 1e9:.1f} GB/s and the arithmetic at {roof['rates']['flops'] / 1e9:.0f} GFLOP/s take at least."
+            f"{roof['rates']['bandwidth'] / 1e9:.1f} GB/s and the arithmetic at {roof['rates']['flops'] / 1e9:.0f} "
+            f"GFLOP/s take at least."
         )
     elif roof:
         note += f" No roofline: {roof['why_not']}"

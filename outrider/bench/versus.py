@@ -71,7 +71,8 @@ def _measured(run: Run, plain: Run) -> Measured:
 
 
 def compare(one: Folder, other: Folder, anyway: bool = False) -> dict[str, Any]:
-    """Both reports, paired, for JSON. anyway: also where they differ in target, prompts or sampling; then it says in what, and pairs the
+    """Both reports, paired, for JSON. anyway: also where they differ in target, prompts or sampling; then it says in "
+    "what, and pairs the
     prompts that both have. Raises ParameterError for differences, and where nothing can be paired.
     """
     differences = differing(one, other)

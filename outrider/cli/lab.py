@@ -59,7 +59,8 @@ def copy_of(target: str) -> Path | None:
 
 
 def usual_drafter(target: str) -> str:
-    """Who drafts where nobody is named: a requantised copy of a packaged target, where a library can make and run it; else `suffix`."""
+    """Who drafts where nobody is named: a requantised copy of a packaged target, where a library can make and run it; "
+    "else `suffix`."""
     from ..targets import llama
 
     if (copy := copy_of(target)) is None:
@@ -112,5 +113,6 @@ def measured(desk: Desk) -> None:
     assert desk.target is not None and desk.costs is not None
     rows = ", ".join(f"{n}: {ms:.1f} ms" for n, ms in desk.costs.rows.items())
     typer.echo(
-        f"{desk.target.name} with {desk.settings.name}. A pass over so many tokens takes {rows}; drafting one {desk.costs.draft:.2f} ms."
+        f"{desk.target.name} with {desk.settings.name}. A pass over so many tokens takes {rows}; drafting one "
+        f"{desk.costs.draft:.2f} ms."
     )

@@ -82,7 +82,8 @@ class Shell:
 
     def _resume(self) -> None:
         self._say(
-            f"Going on after {len(self._done)} of {len(COURSE)} objectives; what was measured then is measured anew where it is needed."
+            f"Going on after {len(self._done)} of {len(COURSE)} objectives; what was measured then is measured anew where "
+            f"it is needed."
         )
         try:
             self.desk.load()
@@ -146,7 +147,8 @@ class Shell:
         measured(self.desk)
 
     def _drafter(self, words: list[str]) -> None:
-        """drafter NAME [OPTION=VALUE ...]: who drafts from now on (see `outrider drafters`); pair: the pair's own; none: plain decoding"""
+        """drafter NAME [OPTION=VALUE ...]: who drafts from now on (see `outrider drafters`); pair: the pair's own; none: "
+        "plain decoding"""
         if not words:
             raise ParameterError("name a drafter, as `drafter suffix shape=tree`")
         pairs = [word.partition("=") for word in words[1:]]
@@ -246,7 +248,8 @@ class Shell:
         self._console.print(views.words_table(self.desk))
 
     def _enumerate(self, words: list[str]) -> None:
-        """enumerate RULE: follow a shipped accept rule (rejection, block, traversal) through every outcome on the three words"""
+        """enumerate RULE: follow a shipped accept rule (rejection, block, traversal) through every outcome on the three "
+        "words"""
         rules = ("rejection", "block", "traversal")
         if len(words) != 1 or words[0] not in rules:
             raise ParameterError(f"name a rule: {', '.join(rules)}")

@@ -37,7 +37,8 @@ WAITING = Verdict(False)
 
 @dataclass(frozen=True)
 class Objective:
-    """solution: the commands that reach it, as far as they can be known from what was measured. why: shown when it is reached."""
+    """solution: the commands that reach it, as far as they can be known from what was measured. why: shown when it is "
+    "reached."""
 
     name: str
     title: str
@@ -74,8 +75,10 @@ def _why_pair(desk: Desk) -> str:
     assert desk.costs is not None and desk.target is not None
     rows = desk.costs.rows
     return (
-        f"One token costs the target a pass: {rows[1]:.1f} ms. A pass over 8 tokens costs {rows[8]:.1f} ms here, {rows[8] / rows[1]:.1f} "
-        f"times as much and not 8 times, because the weights are read only once. Drafting a first token costs {desk.costs.draft:.2f} ms. "
+        f"One token costs the target a pass: {rows[1]:.1f} ms. A pass over 8 tokens costs {rows[8]:.1f} ms here, "
+        f"{rows[8] / rows[1]:.1f} "
+        f"times as much and not 8 times, because the weights are read only once. Drafting a first token costs "
+        f"{desk.costs.draft:.2f} ms. "
         "All of speculative decoding lives on this difference: guess several tokens cheaply, check them in one pass."
     )
 
@@ -121,8 +124,10 @@ def _why_rate(desk: Desk) -> str:
     assert last is not None
     s = last.result.stats
     return (
-        f"Acceptance rate = accepted / proposed = {s.accepted} / {s.proposed} = {s.acceptance_rate:.2f}. The acceptance length is another figure: "
-        f"emitted / passes = {s.emitted} / {s.passes} = {s.acceptance_length:.2f} tokens per pass, the target's own token at the end of each "
+        f"Acceptance rate = accepted / proposed = {s.accepted} / {s.proposed} = {s.acceptance_rate:.2f}. The acceptance "
+        f"length is another figure: "
+        f"emitted / passes = {s.emitted} / {s.passes} = {s.acceptance_length:.2f} tokens per pass, the target's own token "
+        f"at the end of each "
         "round included. Without a drafter it is 1."
     )
 
@@ -174,7 +179,8 @@ def _why_length(desk: Desk) -> str:
         else "This drafter is so cheap that it never cost more than it gained."
     )
     return (
-        "A longer draft is checked in the same pass, but each further token is less likely to be reached: all before it must have been "
+        "A longer draft is checked in the same pass, but each further token is less likely to be reached: all before it "
+        "must have been "
         f"kept. And each costs a row and a draft step. {end} The draft length is {desk.settings.draft} from now on."
     )
 
@@ -191,7 +197,8 @@ def _check_tree(desk: Desk, answer: Answer) -> Verdict:
     if all(parent == node - 1 for node, parent in enumerate(round.parents)):
         return Verdict(
             False,
-            "What you looked at is a chain: choose a drafter with shape=tree and a longer `draft`, `run`, and look at a `tree`.",
+            "What you looked at is a chain: choose a drafter with shape=tree and a longer `draft`, `run`, and look at a "
+            "`tree`.",
         )
     if len(answer) != 2 or not answer[0].isdigit():
         return Verdict(False, "A number and a word: how many drafted tokens were kept, then `recovered` or `bonus`.")
@@ -214,8 +221,10 @@ def _why_tree(desk: Desk) -> str:
     assert desk.shown is not None
     _, round = desk.shown
     return (
-        f"All {round.proposed} guesses went through the target in one pass: each sees its own ancestors only, through the attention mask. At most one child of "
-        "a node can be kept, so at most one path; siblings are second chances where a chain would have ended. The token after the path is the "
+        f"All {round.proposed} guesses went through the target in one pass: each sees its own ancestors only, through the "
+        f"attention mask. At most one child of "
+        "a node can be kept, so at most one path; siblings are second chances where a chain would have ended. The token "
+        "after the path is the "
         "target's own, whatever happened: so every pass yields at least one token."
     )
 
@@ -224,7 +233,8 @@ def _why_tree(desk: Desk) -> str:
 
 
 def same_seed(desk: Desk) -> list[Taken]:
-    """The last run of each drafter, of those with the settings and prompt of the last run but for drafter and draft length."""
+    """The last run of each drafter, of those with the settings and prompt of the last run but for drafter and draft "
+    "length."""
     if not desk.runs:
         return []
     last = desk.runs[-1]
@@ -269,8 +279,10 @@ def _why_seed(desk: Desk) -> str:
     texts = {run.result.text for run in same_seed(desk)}
     said = "the same text to the last character" if len(texts) == 1 else "the same text but for a tie within rounding"
     return (
-        f"{len(same_seed(desk))} drafters, one of them perhaps none at all, and {said}. With a seed the rule `coupled` is in force: the noise of each position "
-        "belongs to the position, not to the draft, so the target's choice does not depend on what was proposed. A drafter decides how "
+        f"{len(same_seed(desk))} drafters, one of them perhaps none at all, and {said}. With a seed the rule `coupled` is "
+        f"in force: the noise of each position "
+        "belongs to the position, not to the draft, so the target's choice does not depend on what was proposed. A "
+        "drafter decides how "
         "fast you get the text, never which text."
     )
 
@@ -305,8 +317,10 @@ def _solve_kept(desk: Desk) -> list[str]:
 
 def _why_kept(desk: Desk) -> str:
     return (
-        "Drafted with q and kept with min(1, p/q): together min(p, q). Where the drafter says a word less often than the target would, every "
-        "draft of it is kept and still too few come; where it says it too often, just as many are kept as the target would say. Nothing "
+        "Drafted with q and kept with min(1, p/q): together min(p, q). Where the drafter says a word less often than the "
+        "target would, every "
+        "draft of it is kept and still too few come; where it says it too often, just as many are kept as the target "
+        "would say. Nothing "
         "is said too often. What is missing adds up to the probability of a refusal."
     )
 
@@ -339,8 +353,10 @@ def _why_sums(desk: Desk) -> str:
     worst = {rule: _error(desk, rule) for rule in ("rejection", "block", "traversal")}
     errors = ", ".join(f"{rule} {error:.1g}" for rule, error in worst.items())
     return (
-        "Kept, min(p, q), and recovered, max(p - q, 0), add up to p for every word. The engine's shipped rules, followed through every "
-        f"outcome of every draw, are off by at most: {errors}. The test suite does the same with trees, ties and zeros, to 1e-9."
+        "Kept, min(p, q), and recovered, max(p - q, 0), add up to p for every word. The engine's shipped rules, followed "
+        "through every "
+        f"outcome of every draw, are off by at most: {errors}. The test suite does the same with trees, ties and zeros, "
+        f"to 1e-9."
     )
 
 
@@ -353,7 +369,8 @@ def _error(desk: Desk, rule: str) -> float:
 CHOICES = {
     "a": "The drafter is nearly as good as the target, so its tokens are nearly right.",
     "b": "A token that the target finds likelier than any other is kept; any other is replaced by a draw from the target.",
-    "c": "Each token is kept with probability min(1, p/q), and a refused one is replaced from what p has more than q, max(p - q, 0).",
+    "c": "Each token is kept with probability min(1, p/q), and a refused one is replaced from what p has more than q, "
+    "max(p - q, 0).",
     "d": "Each token is kept with probability min(1, p/q), and a refused one is replaced by a fresh draw from p.",
 }
 
@@ -394,7 +411,8 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "rate",
         "The acceptance rate",
-        "`run` the benchmark request. `rounds` shows what each pass of the target kept. Compute the acceptance rate and `answer` it.",
+        "`run` the benchmark request. `rounds` shows what each pass of the target kept. Compute the acceptance rate and "
+        "`answer` it.",
         "Add up `drafted` and `kept` over all rounds, or take the sums below the table: kept / drafted.",
         _check_rate,
         _solve_rate,
@@ -403,9 +421,11 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "length",
         "How far to draft",
-        "Measure several draft lengths with `sweep 1,2,4,8,16`. Then `answer` with the fastest length, and the shortest one that was slower "
+        "Measure several draft lengths with `sweep 1,2,4,8,16`. Then `answer` with the fastest length, and the shortest "
+        "one that was slower "
         "than plain decoding (or `never`).",
-        "`times plain` is the speed over that of plain decoding in the same sweep. The fastest has the highest; it stops paying below 1.",
+        "`times plain` is the speed over that of plain decoding in the same sweep. The fastest has the highest; it stops "
+        "paying below 1.",
         _check_length,
         _solve_length,
         _why_length,
@@ -413,7 +433,8 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "tree",
         "A draft tree",
-        "Let the drafter guess a tree: `drafter pair shape=tree` (or `drafter suffix shape=tree`), `draft 8`, then `run` and `tree`. `answer` "
+        "Let the drafter guess a tree: `drafter pair shape=tree` (or `drafter suffix shape=tree`), `draft 8`, then `run` "
+        "and `tree`. `answer` "
         "with how many drafted tokens of that tree were kept, and what the token after them is: `recovered` or `bonus`.",
         "Kept nodes are green and underlined. Below the tree stands the token that followed; did it come after a refusal?",
         _check_tree,
@@ -423,7 +444,8 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "seed",
         "One seed, one text",
-        f"Set `temperature 0.8` and `seed 7`, and `run` with {DRAFTERS} different drafters, `drafter none` among them if you like. The texts are compared.",
+        f"Set `temperature 0.8` and `seed 7`, and `run` with {DRAFTERS} different drafters, `drafter none` among them if "
+        f"you like. The texts are compared.",
         "`drafter suffix`, `run`, `drafter none`, `run`, `drafter lookup`, `run`. The names are in `outrider drafters`.",
         _check_seed,
         _solve_seed,
@@ -432,8 +454,10 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "kept",
         "Three words: what is kept",
-        "`words` shows a vocabulary of three words, what the target says (p) and what the drafter says (q). One word is drawn from q and kept with "
-        "probability min(1, p/q). By hand: how likely is it, for each word, that it is drafted and kept? And that the draft is refused? "
+        "`words` shows a vocabulary of three words, what the target says (p) and what the drafter says (q). One word is "
+        "drawn from q and kept with "
+        "probability min(1, p/q). By hand: how likely is it, for each word, that it is drafted and kept? And that the "
+        "draft is refused? "
         "`answer` with four numbers.",
         "Drafted and kept: q times min(1, p/q). A refusal: 1 minus the three.",
         _check_kept,
@@ -443,9 +467,12 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "sums",
         "Three words: the sums",
-        "A refused word is replaced by one drawn in proportion to max(p - q, 0). By hand: how likely does each word come in the place of a refused one, "
-        "and how likely does each come at all? `answer` with six numbers, and see the engine's rule with `enumerate rejection`.",
-        "In place of a refused one: the probability of a refusal times the word's share of max(p - q, 0). At all: kept plus that.",
+        "A refused word is replaced by one drawn in proportion to max(p - q, 0). By hand: how likely does each word come "
+        "in the place of a refused one, "
+        "and how likely does each come at all? `answer` with six numbers, and see the engine's rule with `enumerate "
+        "rejection`.",
+        "In place of a refused one: the probability of a refusal times the word's share of max(p - q, 0). At all: kept "
+        "plus that.",
         _check_sums,
         _solve_sums,
         _why_sums,
@@ -459,7 +486,8 @@ COURSE: tuple[Objective, ...] = (
         _check_why,
         lambda desk: ["answer c"],
         lambda desk: (
-            f"min(p, q) + max(p - q, 0) = p, for every word and every drafter. Here: {_law(emitted(ways(RULES['rejection'], desk.laws)))}. A bad drafter costs "
+            f"min(p, q) + max(p - q, 0) = p, for every word and every drafter. Here: "
+            f"{_law(emitted(ways(RULES['rejection'], desk.laws)))}. A bad drafter costs "
             "time; it cannot change what is said."
         ),
     ),
