@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any, Callable, ClassVar
 
 from ...errors import ParameterError
+from .interrupts import deferred
 from .placement import Placement
 
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -202,15 +203,18 @@ class Library(ABC):
 
     def load_model(self, path: str, placement: Placement) -> int | None:
         self.forget_log()
-        return self.binding.llama_model_load_from_file(path.encode(), self.model_params(placement))
+        with deferred():
+            return self.binding.llama_model_load_from_file(path.encode(), self.model_params(placement))
 
     def new_context(self, model: int, placement: Placement, cells: int, on_tensor: Any) -> int | None:
         self.forget_log()
-        return self.binding.llama_init_from_model(model, self.context_params(placement, cells, on_tensor))
+        with deferred():
+            return self.binding.llama_init_from_model(model, self.context_params(placement, cells, on_tensor))
 
     def decode(self, context: int, batch: Any) -> int:
         """0: done. 1: no room in the KV cache. Anything else: failed."""
-        return self.binding.llama_decode(context, batch)
+        with deferred():
+            return self.binding.llama_decode(context, batch)
 
     def metadata(self, model: int, key: str) -> str | None:
         """A value of the file's metadata as text."""
