@@ -1,6 +1,7 @@
 """What became of a token, and the colour that says so: the same on the terminal, in reports and on the page of traces.
 
-Colour never stands alone: accepted text is underlined, refused text struck through, and a legend has the words.
+The shades for pages are near those of Okabe and Ito (2008), which people with every kind of colour vision can tell apart, and have a
+contrast of 4.5 or more with their ground. Colour never stands alone: accepted text is underlined, refused text struck through, and a legend has the words.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class Colour:
 
 
 COLOURS: dict[str, Colour] = {
-    "drafted": Colour("bright_black", "#6b7280", "#9ca3af", "proposed by the drafter"),
-    "accepted": Colour("green underline", "#15803d", "#4ade80", "drafted and kept"),
-    "refused": Colour("red strike", "#b91c1c", "#f87171", "drafted and not kept"),
-    "recovered": Colour("yellow", "#b45309", "#fbbf24", "the target's own, after a refusal"),
-    "bonus": Colour("cyan", "#0e7490", "#22d3ee", "the target's own, after a draft that was kept whole"),
+    "drafted": Colour("bright_black", "#5f6773", "#9aa4b2", "proposed by the drafter"),
+    "accepted": Colour("green underline", "#00735c", "#35c9a5", "drafted and kept"),
+    "refused": Colour("red strike", "#b23a12", "#ff8a5c", "drafted and not kept"),
+    "recovered": Colour("yellow", "#8a6100", "#f0c04a", "the target's own, after a refusal"),
+    "bonus": Colour("cyan", "#0a64a4", "#66b8f2", "the target's own, after a draft that was kept whole"),
 }
 """By role. The target's own tokens in rounds without a draft have no colour."""

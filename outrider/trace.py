@@ -255,7 +255,8 @@ class TraceWriter:
         line = asdict(round)
         if tokenizer is not None:
             seen = self._seen[round.sequence]
-            new = sorted({*round.tokens, *round.emitted} - seen)
+            likely = (token for entry in round.logprobs or () for token, _ in entry.top)
+            new = sorted({*round.tokens, *round.emitted, *likely} - seen)
             seen.update(new)
             line["texts"] = {token: alone(tokenizer, token) for token in new}
         self._line(line)

@@ -1,4 +1,4 @@
-"""The command line: `outrider run`, `serve`, `bench`, `report`, `check`, `plan`, `data`, `train`, `export`, `models`, `drafters`, `demo`, `lab`.
+"""The command line: `outrider run`, `serve`, `bench`, `report`, `view`, `check`, `plan`, `data`, `train`, `export`, `models`, `drafters`, `demo`, `lab`.
 
 A command is a function; what several of them share stands in dataclasses (`options`), and each field is a command-line option.
 Nothing heavy is imported before a command runs.
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, check, data, demo, export, lab, plan, report, run, serve, tables, train
+from . import bench, check, data, demo, export, lab, plan, report, run, serve, tables, train, view
 from .session import Commands
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ app.command("demo")(demo.demo)
 app.command("lab")(lab.lab)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
+app.command("view")(view.view)
 app.command("check")(check.check)
 app.command("plan")(plan.plan)
 app.command("data")(data.data)

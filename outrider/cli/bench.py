@@ -27,6 +27,7 @@ from .session import (
     say,
     waiting,
 )
+from .view import viewable
 
 if TYPE_CHECKING:
     from ..bench.folder import Folder
@@ -65,6 +66,7 @@ class Done:
 
 
 @flags
+@viewable
 def bench(
     sweep: Sweep,
     loading: Decoding,
@@ -88,12 +90,20 @@ def bench(
 ) -> None:
     """Measure drafters beside our own plain decoding, in turns. -o DRAFTER.NAME=VALUE gives an option to one drafter only."""
     if roofline:
-        given = {"--prompts": prompts, "--limit": limit, "--raw": raw, "--trace": output.trace, "--report": report_to}
+        given = {
+            "--prompts": prompts,
+            "--limit": limit,
+            "--raw": raw,
+            "--view": output.view,
+            "--trace": output.trace,
+            "--report": report_to,
+        }
         refuse_with_roofline(sweep, loading, sampling, given)
         rooflines(sweep.target, loading, context or 128, repeat or 7, output.json, out)
         return
     if context is not None:
         raise ParameterError("--context belongs to --roofline")
+    refuse_together([("--report", report_to), ("--view", output.view)])
     refuse_together([("--report", report_to), ("--trace", output.trace)])  # a report has traces of its own
     repeat = repeat or 1
     from ..bench import report, runner

@@ -26,6 +26,7 @@ from .session import (
     print_json,
     say,
 )
+from .view import viewable
 
 if TYPE_CHECKING:
     from ..demo import Outcome
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 
 @flags
+@viewable
 def demo(
     pair: Pair,
     loading: Decoding,

@@ -145,6 +145,9 @@ class Output:
     trace: Annotated[
         str | None, Option(metavar="FILE", help="Write every round here (docs/trace.md).", rich_help_panel=OUTPUT)
     ] = None
+    view: Annotated[
+        bool, Option("--view", help="Then step through the rounds on a local page (docs/viewer.md).", rich_help_panel=OUTPUT)
+    ] = False
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -23,6 +23,7 @@ from .session import (
     print_json,
     say,
 )
+from .view import viewable
 
 if TYPE_CHECKING:
     from ..engine import Engine, Result
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 @flags
+@viewable
 def run(
     pair: Pair,
     loading: Decoding,
