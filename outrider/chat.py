@@ -47,8 +47,8 @@ class Dialect:
     """How a model writes calls, as JSON with ``name`` and `key`.
 
     opening, closing: what stands around calls; no opening: a call is the whole answer. is_list: all calls stand in one JSON array.
-    starts: how an answer that is nothing but calls begins, without its whitespace, where the opening may be missing (a special
-    token has no text).
+    starts: how an answer that is nothing but calls begins, without its whitespace, where the opening is missing: small models forget
+    it, and a special token has no text.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Dialect:
 
 
 DIALECTS = (
-    Dialect("Hermes", "<tool_call>", "</tool_call>", "arguments"),
+    Dialect("Hermes", "<tool_call>", "</tool_call>", "arguments", ('{"name"', '{"arguments"')),
     Dialect("Mistral", "[TOOL_CALLS]", "", "arguments", ('[{"name"', '[{"arguments"'), is_list=True),
     Dialect("Llama 3", "", "", "parameters", ('{"name"', '{"type":"function"', '{"parameters"')),
 )
@@ -129,8 +129,7 @@ def abilities(tokenizer: Tokenizer) -> Abilities:
         for as_text in (False, True):
             shown = _rendered_call(tokenizer, as_text)
             for dialect in DIALECTS:
-                hidden = dialect.opening and not dialect.starts and _special(tokenizer, dialect.opening) is not None
-                if not hidden and any(call in shown for call in dialect.written("look_up", {"place": "x"})):
+                if any(call in shown for call in dialect.written("look_up", {"place": "x"})):
                     return Abilities(dialect, as_text, thinks)
     return Abilities(thinks=thinks)
 
@@ -200,9 +199,10 @@ class Tools:
             raise ParameterError(f"tools: two have the same name; got {', '.join(made.names)}")
         if made.choice not in ("auto", "none", "required", *made.names):
             raise ParameterError(f"tool_choice names {made.choice!r}, but the tools are {', '.join(made.names)}")
-        if made._strict_in_auto and can.dialect.name != "Hermes":
+        if made._held_in_auto and (not can.dialect.closing or _special(tokenizer, can.dialect.opening) is not None):
+            what = "tools: strict" if parallel else "parallel_tool_calls: false"
             raise ParameterError(
-                f"tools: strict needs tool_choice required or a name with calls as {can.dialect.name} writes them"
+                f"{what} needs a tool_choice that is required or names a function, with this model's chat template"
             )
         return made if made.choice != "none" else cls(tokenizer, can)
 
@@ -235,7 +235,7 @@ class Tools:
     def grammar(self, prompt: Sequence[int]) -> str | None:
         """For `SamplingParams.lark`: what the answer must be so that the wanted calls are in it; None where it is free."""
         wanted = [tool for tool in self.definitions if self.choice in ("auto", "required", tool["function"]["name"])]
-        if not wanted or (self.choice == "auto" and not self._strict_in_auto):
+        if not wanted or (self.choice == "auto" and not self._held_in_auto):
             return None
         dialect = self.can.dialect
         assert dialect is not None
@@ -246,10 +246,9 @@ class Tools:
             rules += [f'call_{i}: {_quoted(head)} arguments_{i} "}}"', f"arguments_{i}: %json {_arguments(tool)}"]
         several = self.parallel and self.choice in ("auto", "required") and bool(opening)
         if self.choice == "auto":
-            start = "many_free text" if several else "free? text"
+            start = "free* text" if several else "free | text"
             rules += [
-                f"many_free: free{{0,{MOST_CALLS}}}",
-                rf'free: free_head "\n" call {_quoted(chr(10) + closing)}',
+                f'free: free_head "\\n" call "\\n" {self._marker(closing)}',
                 f"free_head[lazy]: TEXT {_quoted(opening)}",
                 "text: TEXT",
                 r"TEXT: /(.|\n)*/",
@@ -257,12 +256,9 @@ class Tools:
             return "\n".join([f"start: {start}", *rules])
         if dialect.is_list:
             more = f'(", " call){{0,{MOST_CALLS - 1}}}' if several else ""
-            special = _special(self.tokenizer, opening)
-            marker = _quoted(opening) if special is None else f"<[{special}]>"
-            calls = f'{marker} "[" call {more} "]"'
+            calls = f'{self._marker(opening)} "[" call {more} "]"'
         else:
-            one = f"{_quoted(opening + chr(10))} call {_quoted(chr(10) + closing)}" if opening else "call"
-            rules.append(f"one: {one}")
+            rules.append(f'one: {self._marker(opening)} "\\n" call "\\n" {self._marker(closing)}' if opening else "one: call")
             calls = f'one ("\\n" one){{0,{MOST_CALLS - 1}}}' if several else "one"
         return "\n".join([f"start: {self._thinking(prompt, rules)} {calls}", *rules])
 
@@ -276,9 +272,16 @@ class Tools:
         ]
         return "thoughts" if self._inside(prompt) else f"({_quoted(THINK)} thoughts)?"
 
+    def _marker(self, text: str) -> str:
+        """In a Lark grammar: a text, or the token that it is."""
+        special = _special(self.tokenizer, text)
+        return _quoted(text) if special is None else f"<[{special}]>"
+
     @property
-    def _strict_in_auto(self) -> bool:
-        return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.definitions)
+    def _held_in_auto(self) -> bool:
+        """Whether an answer that need not call is held to a grammar, too."""
+        strict = any(tool["function"].get("strict") for tool in self.definitions)
+        return self.choice == "auto" and (strict or not self.parallel)
 
     def _inside(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends within reasoning that the template has begun."""

@@ -166,6 +166,8 @@ CASES: list[tuple[str, str, dict[str, Any], list[Piece]]] = [
         {},
         [said('<tool_call>{"name": "other", "arguments": {}}</tool_call>')],
     ),
+    ("Hermes", f" {ROME}\n", {}, [call("weather", place="Rome")]),
+    ("Hermes", '{"name": "Bob"} is JSON', {}, [said('{"name": "Bob"} is JSON')]),
     ("Hermes", "a < b <tool> <tool_cal", {}, [said("a < b <tool> <tool_cal")]),
     (
         "Hermes",
@@ -317,6 +319,44 @@ def test_a_wanted_call_is_held_to_its_schema(kind: str, good: list[str], bad: li
     assert Tools.of(t, [WEATHER]).grammar([]) is None
 
 
+def test_markers_that_are_special_tokens() -> None:
+    """A special token has no text: the grammar asks for the token itself, and the answer is read without it."""
+    pytest.importorskip("llguidance")
+    for kind, markers in (("Mistral", ["[TOOL_CALLS]"]), ("Hermes", ["<tool_call>", "</tool_call>"])):
+        made = tiny_tokenizer(template=TOOL.replace("CALL", CALLS[kind]))
+        made.add_special_tokens({"additional_special_tokens": markers})
+        t = HFTokenizer(made)
+        tools = Tools.of(t, [WEATHER], "required")
+        lark = tools.grammar([])
+        text = made.decode(
+            t.encode_plain(
+                made.apply_chat_template(
+                    [
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [{"function": {"name": "weather", "arguments": {"place": "Rome"}}}],
+                        }
+                    ],
+                    tokenize=False,
+                )
+            )
+        )
+        call_text = (
+            text[text.index(markers[0]) : text.rindex("<end>")]
+            .replace(', "id": ""', "")
+            .replace("[TOOL_CALLS] ", "[TOOL_CALLS]")
+        )
+        assert lark is not None and follows(t, lark, call_text), call_text
+        shown = t.decode(t.encode_plain(call_text))
+        assert markers[0] not in shown
+        reader = tools.reader([])
+        assert [*reader.push(shown), *reader.close()] == [call("weather", place="Rome")]
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    with pytest.raises(ParameterError, match="strict needs a tool_choice"):
+        Tools.of(t, [strict])
+
+
 def test_several_calls_only_where_wanted() -> None:
     pytest.importorskip("llguidance")
     t = tokenizer()
@@ -352,8 +392,19 @@ def test_strict_tools_are_held_to_their_schema_wherever_they_are_called() -> Non
     for text in ("Hello there.", good, f"I look.\n{good}\n{good}", f"{good} So."):
         assert follows(t, lark, text), text
     assert not follows(t, lark, good.replace("Rome", "Paris"))
-    with pytest.raises(ParameterError, match="strict needs tool_choice"):
+    with pytest.raises(ParameterError, match="strict needs a tool_choice"):
         Tools.of(tokenizer("Llama 3"), [strict])
+
+
+def test_one_call_at_most_where_that_is_asked() -> None:
+    pytest.importorskip("llguidance")
+    t = tokenizer()
+    lark = Tools.of(t, [TIME], "auto", False).grammar([])
+    one = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    assert lark is not None and follows(t, lark, "Hello.") and follows(t, lark, f"I look.\n{one}")
+    assert not follows(t, lark, f"{one}\n{one}")
+    with pytest.raises(ParameterError, match=r"^parallel_tool_calls: false needs"):
+        Tools.of(tokenizer("Mistral"), [TIME], "auto", False)
 
 
 def test_references_within_a_schema() -> None:

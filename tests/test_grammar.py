@@ -13,6 +13,7 @@ from typing import Any, Sequence
 
 import laws
 import pytest
+import test_conformance
 import torch
 from laws import Branch, Case, check_law, outcomes
 from toys import Bushy, Scripted, Whatever, check_figures, plain, run
@@ -434,3 +435,24 @@ def test_several_choices_of_one_prompt() -> None:
     results = Engine(t, NoDrafter()).generate([3, 4], n=4, json_schema=SCHEMA, temperature=1.5, seed=3, max_tokens=80)
     texts = {r.text for r in results if r.finish_reason == "stop"}
     assert len(texts) > 1 and all(json.loads(text)["a"] for text in texts)
+
+
+# ---- every drafter ---------------------------------------------------------------------------------------------------------
+
+LETTERS = {"regex": "([b-f]{2}|[e-j]{3}c){3,5}"}
+
+
+@test_conformance.everyone
+def test_every_drafter_under_a_grammar(name: str, shape: str) -> None:
+    """Greedy and coupled equal constrained plain decoding; what is drawn is within the grammar, and nothing of it is left out."""
+    t = test_conformance.target()
+    prompts = test_conformance.PROMPTS[:2]
+    for values, rule in (({}, "rejection"), ({"temperature": 1.2, "seed": 4}, "coupled"), ({"temperature": 1.0}, "traversal")):
+        drafter, extra = test_conformance.make(name, shape, t)
+        params = SamplingParams(max_tokens=40, **LETTERS, **values, **extra)
+        watched = test_conformance.Watched(drafter)
+        found, _ = run(t, watched, prompts, params, rule, 5)
+        assert all(re.fullmatch(LETTERS["regex"], o.text) for o in found if o.finish == "stop")
+        if rule != "traversal":
+            assert found == always_plain(t, prompts, params, rule)
+        test_conformance.free_memory(drafter)
