@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 
 demo: $(READY)
 	$(BIN)/outrider demo
+	$(BIN)/outrider demo -d eagle3-smollm2 -o shape=tree --draft 16 --only 4
 
 test: $(READY) lint
 	$(BIN)/outrider models get smollm2

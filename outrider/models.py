@@ -45,6 +45,14 @@ PACKAGED: dict[str, Packaged] = {
 
 DEFAULT = "smollm2"
 
+SHIPPED: dict[str, str] = {"eagle3-smollm2": "EAGLE-3 head for smollm2, trained with `outrider train` (docs/training.md)"}
+"""Drafters inside this package, by name: each is a folder of `shipped`, with its card."""
+
+
+def shipped(name: str) -> Path:
+    """The folder of a drafter inside this package."""
+    return Path(__file__).parent / "shipped" / name
+
 
 def directory() -> Path:
     """Where packaged models are kept: $OUTRIDER_MODELS, else ~/.cache/outrider/models."""

@@ -135,11 +135,11 @@ def check_early(drafter: str, options: dict[str, str], accept: str | None = None
     """Raise for an unknown drafter, option or rule, without loading a model."""
     from ..decode import find_rule
     from ..drafters import TABLE, find_drafter, make_options
-    from ..models import PACKAGED
+    from ..models import PACKAGED, SHIPPED
 
     if accept is not None:
         find_rule(accept)
-    if drafter not in TABLE and not (drafter in PACKAGED or "/" in drafter or Path(drafter).exists()):
+    if drafter not in TABLE and not (drafter in PACKAGED or drafter in SHIPPED or "/" in drafter or Path(drafter).exists()):
         raise ParameterError(
             f"unknown drafter {drafter!r}; known: {', '.join(TABLE)}, or the folder or hub id of a model or of heads"
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import LoadError
 from ..files import to_json
+from ..models import SHIPPED, shipped
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
 NOT_WEIGHTS = re.compile(r"openvino|training_args|optimizer|scheduler|rng_state|scaler|trainer_state")
@@ -206,11 +207,12 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 
 
 def resolve(source: str) -> Path:
-    """The folder of `source`: itself, or the snapshot of a hub id, fetched if it is not in the hub's cache.
+    """The folder of `source`: itself, that of a drafter inside this package, or the snapshot of a hub id, fetched if it is not in
+    the hub's cache.
 
     Raises LoadError when there is neither.
     """
-    path = Path(source).expanduser()
+    path = shipped(source) if source in SHIPPED else Path(source).expanduser()
     if path.exists():
         return path
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
