@@ -35,17 +35,13 @@ REPORT_VERSION = 1
 def question(plans: Sequence[Configuration], prompts: Sequence[Prompt], params: SamplingParams, **more: Any) -> dict[str, Any]:
     """What decides the figures: two measurements with the same question can be continued, or put beside each other."""
     return {
-        "configurations": [_as_json(configuration) for configuration in plans],
+        "configurations": [configuration.as_dict() for configuration in plans],
         "prompts": [{"sha256": hashlib.sha256(p.text.encode()).hexdigest(), "category": p.category} for p in prompts],
         "sampling": asdict(params),
         **more,
         "versions": machine.versions(),
         "machine": machine.machine(),
     }
-
-
-def _as_json(configuration: Configuration) -> dict[str, Any]:
-    return asdict(configuration) | {"options": dict(configuration.options)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class Folder:
             "repetition": first.repetition,
             "sequences": [
                 {
-                    **_as_json(run.configuration),
+                    **run.configuration.as_dict(),
                     "prompt": number,
                     "compared": run.differences is not None,
                     "difference": asdict(where) if (where := run.differences and run.differences[i]) else None,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..errors import LoadError, ParameterError
 from ..files import write_json
-from .runner import Configuration, Row, Run, summarise
+from .runner import Row, Run, summarise
 
 RESULT_VERSION = 1
 
@@ -95,13 +95,9 @@ def result(manifest: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _configuration(configuration: Configuration) -> dict[str, Any]:
-    return asdict(configuration) | {"options": dict(configuration.options)}
-
-
 def as_json(row: Row) -> dict[str, Any]:
     return {
-        **_configuration(row.configuration),
+        **row.configuration.as_dict(),
         "category": row.category,
         "rule": row.rule,
         "lossy": row.lossy,
@@ -119,7 +115,7 @@ def as_json(row: Row) -> dict[str, Any]:
 def _run(run: Run) -> dict[str, Any]:
     differences = run.differences or (None,) * len(run.each)
     return {
-        **_configuration(run.configuration),
+        **run.configuration.as_dict(),
         "category": run.group.category,
         "repetition": run.repetition,
         "prompts": [

@@ -8,7 +8,7 @@ from one to the next. A configuration's figures are those of its median decoding
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..drafters import NoDrafter
@@ -39,6 +39,10 @@ class Configuration:
     @property
     def is_plain(self) -> bool:
         return self.drafter == PLAIN
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"options": dict(self.options)}
 
     def __str__(self) -> str:
         return f"{self.target} {self.drafter} draft {self.draft} batch {self.batch}"

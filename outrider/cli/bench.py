@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Iterator
 
 import typer
@@ -12,6 +11,7 @@ from typer import Option
 
 from ..errors import ParameterError, PromptError
 from .options import MODEL, Decoding, Output, Sampling, flags, numbers, refuse_together
+from .reporter import Reporter, Tracer
 from .session import (
     INTERRUPTED,
     as_prompt,
@@ -30,14 +30,10 @@ from .session import (
 from .view import viewable
 
 if TYPE_CHECKING:
-    from ..bench.folder import Folder
     from ..bench.prompts import Prompt as BenchPrompt
     from ..bench.runner import Configuration, Group, Run
     from ..engine import Engine
     from ..sampling import SamplingParams
-    from ..targets.base import Target
-    from ..text import Tokenizer
-    from ..trace import TraceWriter
 
 
 @dataclass(frozen=True)
@@ -127,69 +123,40 @@ def bench(
     schedule = [step for sizes in plans.values() for plan in sizes for step in runner.schedule(plan, categories, repeat)]
 
     done = Done({**manifest(), "sampling": asdict(params), "command_options": asdict(sweep)})
-    folder = open_folder(report_to, plans, asked, params, accept=loading.accept, raw=raw, loading=loading.arguments())
-    texts = {str(number): prompt.text for number, prompt in enumerate(asked)}
-    head = open_trace(output.trace, params, numbered(schedule), bench=asdict(sweep), prompts=texts)
+    keeper: Tracer | None = None
+    if report_to is not None:
+        keeper = reporter(report_to, plans, asked, params, accept=loading.accept, raw=raw, loading=loading.arguments())
+    head = open_trace(output.trace, params, numbered(schedule), bench=asdict(sweep), prompts=texts_of(asked))
     with head as trace, progress() as bar:
         task = bar.add_task("loading", total=len(schedule))
-        tracer = Tracer(trace)
+        keeper = keeper or Tracer(trace)
         try:
             for target, sizes in plans.items():
                 for engines, ready in opened(target, sizes, loading, asked, raw, done):
-                    model = next(iter(engines.values())).target
-                    tracer.tokenizer = model.tokenizer
-                    keep = partial(folder.keep, tokenizer=model.tokenizer, texts=texts) if folder else tracer
-                    find = partial(folder.find, target, next(iter(engines)).batch) if folder else nothing_known
-                    for run in runner.measure(engines, ready, params, repeat, keep, find):
+                    keeper.begin(target, engines)
+                    for run in runner.measure(engines, ready, params, repeat, keeper.keep, keeper.find):
                         done.runs.append(run)
                         bar.update(task, advance=1, description=str(run.configuration))
-                if folder:
-                    bar.update(task, description=f"{target}: roofline")
-                    note_target(folder, target, model)
+                keeper.end()
         except KeyboardInterrupt:
             done.manifest["interrupted"] = True
-    if folder:
-        write_report(folder, done)
+    keeper.finish(done.manifest["interrupted"])
     finish(done, output.json, out)
 
 
-def nothing_known(group: Group, repetition: int) -> None:
-    """Where every decoding is measured anew."""
-
-
-def open_folder(
-    path: str | None,
-    plans: dict[str, list[list[Configuration]]],
-    asked: list[BenchPrompt],
-    params: SamplingParams,
-    **more: Any,
-) -> Folder | None:
-    """The folder of --report, new or to go on in."""
-    if path is None:
-        return None
+def reporter(
+    path: str, plans: dict[str, list[list[Configuration]]], asked: list[BenchPrompt], params: SamplingParams, **more: Any
+) -> Reporter:
+    """What fills the folder of --report, a new one or one to go on in. more: what else decides the figures."""
     from ..bench.folder import Folder, question
 
     every = [configuration for sizes in plans.values() for plan in sizes for configuration in plan]
-    return Folder.make(path, question(every, asked, params, **more))
+    return Reporter(Folder.make(path, question(every, asked, params, **more)), texts_of(asked))
 
 
-def note_target(folder: Folder, name: str, target: Target) -> None:
-    """Write down what the target is, and its roofline, once."""
-    from ..bench.costs import roofline_of
-
-    rooflines = folder.about["rooflines"]
-    if name not in rooflines:
-        rooflines[name] = roofline_of(folder, name, target)
-        folder.note(models=folder.about["models"] | {name: target.describe()})
-
-
-def write_report(folder: Folder, done: Done) -> None:
-    """Make the report of all that the folder holds by now."""
-    from ..bench.page import write_report as write
-
-    if done.runs:
-        folder.note(interrupted=done.manifest["interrupted"])
-        say(f"report: {write(folder)}")
+def texts_of(asked: list[BenchPrompt]) -> dict[str, str]:
+    """The prompts by their numbers, as a trace has them."""
+    return {str(number): prompt.text for number, prompt in enumerate(asked)}
 
 
 def refuse_with_roofline(sweep: Sweep, loading: Decoding, sampling: Sampling, given: dict[str, Any]) -> None:
@@ -273,27 +240,10 @@ def check_lengths(engine: Engine, ready: list[tuple[Any, str]]) -> None:
 def numbered(schedule: list[tuple[Configuration, Group, int]]) -> list[dict[str, Any]]:
     """For a trace's header: which configuration, prompt and repetition each sequence number means."""
     return [
-        {**asdict(configuration), "prompt": prompt, "repetition": repetition}
+        {**configuration.as_dict(), "prompt": prompt, "repetition": repetition}
         for configuration, group, repetition in schedule
         for prompt in group.numbers
     ]
-
-
-class Tracer:
-    """Writes the Rounds of each Run, with sequence numbers that go on through the whole measurement. tokenizer: of the target that runs."""
-
-    def __init__(self, trace: TraceWriter | None):
-        self.tokenizer: Tokenizer | None = None
-        self._trace = trace
-        self._next = 0
-
-    def __call__(self, runs: list[Run]) -> None:
-        if self._trace is None:
-            return
-        for result in (result for run in runs for result in run.results):
-            for round in result.rounds:
-                self._trace.write(replace(round, sequence=self._next), self.tokenizer)
-            self._next += 1
 
 
 def progress() -> Progress:
