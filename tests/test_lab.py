@@ -10,7 +10,7 @@ from terminal import Terminal
 from tiny import tiny_folder
 
 from outrider.accept import RULES
-from outrider.cli.lab import desk_for
+from outrider.cli.lab import copy_of, desk_for, usual_drafter
 from outrider.cli.lab_views import roles
 from outrider.cli.options import Loading
 from outrider.errors import LoadError, ParameterError
@@ -20,6 +20,7 @@ from outrider.lab.desk import Settings, Speed
 from outrider.lab.progress import Progress
 from outrider.lab.words import Laws, emitted, keep_the_likeliest, kept, recovered, redraw_from_p, ways
 from outrider.models import folder
+from outrider.targets import llama
 
 TARGET = str(tiny_folder(eos=None, context=2048))
 PAIR = ("-t", TARGET, "-d", "early-exit", "-o", "upto=1", "-o", "min_probability=0")
@@ -195,6 +196,20 @@ def test_every_solution_solves_its_objective(fresh):
         last = BY_NAME[name].solution(fresh)[-1]
         assert check(fresh, name, last.removeprefix("answer ")).done, name
         assert BY_NAME[name].why(fresh)
+
+
+# ---- the usual pair ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_library_for_a_copy_the_drafter_is_suffix(monkeypatch, capsys):
+    def missing(name):
+        raise LoadError("no binding of it is installed")
+
+    monkeypatch.setattr(llama, "candidates", missing)
+    assert usual_drafter("smollm2") == "suffix" and "no binding" in capsys.readouterr().err
+    monkeypatch.setattr(llama, "candidates", lambda name: [])
+    assert usual_drafter("smollm2") == str(copy_of("smollm2")) and copy_of("smollm2").suffix == ".gguf"
+    assert usual_drafter(TARGET) == "suffix"
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------------
