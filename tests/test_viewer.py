@@ -394,6 +394,15 @@ def test_it_can_be_used_without_seeing_it(page: Any) -> None:  # noqa: F811
         assert page.evaluate(nameless) == []
         assert page.locator("main h2").count() == 1 and page.locator("html[lang=en]").count() == 1
     assert page.locator("#live[aria-live=polite]").count() == 1
+    go(page, "view=step&round=3")
+    page.locator(".skip").focus()
+    page.keyboard.press("Enter")
+    assert (
+        page.evaluate("() => document.activeElement.id") == "main" and page.locator("#place [data-n=round]").inner_text() == "3"
+    )
+    page.locator(".phases button").first.focus()
+    page.keyboard.press("Enter")
+    assert "step=draft" in page.url and page.evaluate("() => document.activeElement.dataset.key") == "phase-draft"
 
 
 def brightness(colour: str) -> float:
@@ -457,6 +466,11 @@ DAMAGE: dict[str, tuple[Any, str, int]] = {
     "a broken line": (lambda whole: whole.replace(b'"number": 3,', b'"number": {,', 1), "Line 5 is not a round", -1),
     "nonsense in a line": (lambda whole: whole.replace(b'"path": [0', b'"path": [7777', 1), "Line 2 is not a round", -1),
     "no header": (lambda whole: whole.split(b"\n", 1)[1], "does not begin with a trace's header", 0),
+    "no header, and a broken line": (
+        lambda whole: whole.split(b"\n", 1)[1].replace(b'"number": 3,', b'"number": {,', 1),
+        "Line 4 is not a round",
+        -1,
+    ),
     "no trace": (lambda whole: b"hello\nworld\n", "does not begin with a trace's header", 0),
     "not text": (lambda whole: bytes(range(256)) * 20, "does not begin with a trace's header", 0),
     "another JSON": (lambda whole: b'{"outrider_trace": 2}\n[1]\nnull\n7\n', "lines are not rounds", 0),

@@ -58,7 +58,7 @@ def serve(content: str, port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):  # a name that was made to point here
+            if self.headers.get("Host", "").split(":")[0] not in (HOST, "localhost"):  # a name that was made to point here
                 self.send_error(403)
                 return
             if self.path != "/":

@@ -269,7 +269,7 @@
 
   function listen() {
     document.addEventListener("keydown", onkey);
-    addEventListener("hashchange", () => actions.go(recall()));
+    addEventListener("hashchange", () => location.hash !== "#main" && actions.go(recall())); // that one skips to the content
     addEventListener("resize", () => ["race", "text"].includes(state.view) && state.sequence && render());
     $("sequences").addEventListener("change", (event) => actions.go({ sequence: state.sequences[event.target.value], index: 0 }));
     $("slider").addEventListener("input", (event) => actions.go({ index: Number(event.target.value), phase: "commit" }));

@@ -41,6 +41,13 @@ const Figures = (() => {
    * one); "spared" (a sibling had been kept before its turn); "unchecked" (the pass failed).
    */
   function outcomes(r) {
+    if (!judged.has(r)) judged.set(r, judge(r));
+    return judged.get(r);
+  }
+
+  const judged = new WeakMap();
+
+  function judge(r) {
     const place = new Map(r.path.map((node, i) => [node, i]));
     const tested = new Set(r.tests.map((test) => test.node));
     const last = r.path[r.path.length - 1];

@@ -34,7 +34,7 @@ const StepView = (() => {
         element(
           "li",
           { class: i === at ? "now" : i > at ? "later" : "" },
-          element("button", { "aria-current": i === at ? "step" : null, onclick: () => actions.go({ phase: name }) }, element("span", { class: "ordinal" }, `${i + 1}`), TITLES[name]),
+          element("button", { "data-key": `phase-${name}`, "aria-current": i === at ? "step" : null, onclick: () => actions.go({ phase: name }) }, element("span", { class: "ordinal" }, `${i + 1}`), TITLES[name]),
           element("p", { "data-step": name, "aria-hidden": i > at ? "true" : null }, sentence(steps[name])),
         ),
       ),

@@ -13,8 +13,9 @@ const Trace = (() => {
       problems.push(`${name} is empty: nothing was written to it.`);
       return { name, header: {}, sequences: [], problems };
     }
+    const all = lines.length;
     const header = readHeader(name, lines, problems);
-    const rounds = readRounds(lines, problems);
+    const rounds = readRounds(lines, all - lines.length + 1, problems);
     if (!rounds.length) problems.push("There are no rounds in it, so there is nothing to step through.");
     return { name, header, sequences: divide(name, header, rounds, problems), problems };
   }
@@ -38,16 +39,16 @@ const Trace = (() => {
     return first;
   }
 
-  function readRounds(lines, problems) {
+  /** The rounds in `lines`, the first of which is the file's line `first`. */
+  function readRounds(lines, first, problems) {
     const rounds = [];
     const bad = [];
     lines.forEach((line, i) => {
       const value = parsed(line);
       if (isRound(value)) rounds.push(value);
-      else bad.push(i + 2);
+      else bad.push(first + i);
     });
-    const last = lines.length + 1;
-    if (bad[bad.length - 1] === last) {
+    if (lines.length && bad[bad.length - 1] === first + lines.length - 1) {
       bad.pop();
       problems.push("The last line is cut short, as after an interruption. All rounds before it are shown.");
     }
