@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Sequence
@@ -89,7 +89,8 @@ def serve(pair: Pair, loading: Decoding, network: Network, bounds: Bounds, publi
             say("warning: everybody who reaches this machine can use the server: set --api-key or OUTRIDER_API_KEY")
         shown = f"[{host}]" if ":" in host else host
         say(f"serving {served.name!r} at http://{shown}:{port} (OpenAI's API at /v1, a chat page at /)")
-        Server(app, host, port, network.grace).run(sockets=[listener])
+        with suppress(KeyboardInterrupt):  # the signal that ended it, raised once more when all is over
+            Server(app, host, port, network.grace).run(sockets=[listener])
 
 
 def listen(network: Network) -> socket.socket:

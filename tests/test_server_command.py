@@ -1,0 +1,36 @@
+"""`outrider serve` as a process: it says where it listens, answers, and ends in order; mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+from serving import NAME, process
+from tiny import tiny_folder
+
+
+def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    model = ("-t", str(tiny_folder(context=512, eos=None)), "--also", "lookup", "--draft", "3")
+    with process(log, *model, "--batch", "2", "--log-prompts", "--traces", str(tmp_path / "traces")) as (url, running):
+        body = {"model": NAME, "prompt": "The bridge", "max_tokens": 12, "speculation": {"report": True}}
+        got = httpx2.post(f"{url}/v1/completions", json=body, headers={"X-Outrider-Trace": "1"}, timeout=60)
+        assert got.status_code == 200 and got.json()["usage"]["completion_tokens"] == 12
+        assert httpx2.get(f"{url}/v1/models").json()["data"][0]["context_length"] == 512
+    assert running.returncode == 0, log.read_text()
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    (request,) = [line for line in lines if line.get("path") == "/v1/completions"]
+    assert request["body"]["prompt"] == "The bridge" and request["texts"] == [got.json()["choices"][0]["text"]]
+    assert len(list((tmp_path / "traces").iterdir())) == 1 and "Traceback" not in log.read_text()
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-c", "from outrider.cli import main; main()", "serve", "-t", "/no/such/model"]
+        port = str(taken.getsockname()[1])
+        done = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "choose another --host or --port" in done.stderr and len(done.stderr.splitlines()) == 1
