@@ -85,7 +85,8 @@ class Prefixes:
             return
         new = held_by(sequence, drafter)
         sequence.detach()
-        if not self.entries or any(each.common(new.tokens) == len(new.tokens) for each in self._of(drafter)):
+        short = len(new.tokens) < LEAST
+        if not self.entries or short or any(each.common(new.tokens) == len(new.tokens) for each in self._of(drafter)):
             self._free(new)
             return
         for each in self._of(drafter):
