@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import time
+from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 import httpx2
@@ -50,6 +51,13 @@ def main() -> None:
         each.add_argument("--name", default=None)
     arguments = parser.parse_args()
     asyncio.run((under_load if arguments.kind == "load" else with_prediction)(arguments))
+
+
+def told(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments for a result file: of paths the last part."""
+    return {
+        name: Path(value).name if name in ("target", "prompts") and value else value for name, value in vars(arguments).items()
+    }
 
 
 class Running:
@@ -124,7 +132,7 @@ async def under_load(arguments: argparse.Namespace) -> None:
         if solo:
             each["of_best_solo"] = max(each["on"], each["off"]) / solo
             print(f"{each['clients']} clients: {each['of_best_solo']:.2f} times the best of one after another")
-    save(arguments.name or "server-load", {"arguments": vars(arguments), "levels": levels})
+    save(arguments.name or "server-load", {"arguments": told(arguments), "levels": levels})
 
 
 async def run(server: Running, asked: Sequence[str], clients: int, tokens: int, on: bool) -> dict[str, float]:
@@ -135,7 +143,7 @@ async def run(server: Running, asked: Sequence[str], clients: int, tokens: int, 
     async def client() -> None:
         for text in waiting:
             body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
-            answers.append(await server.ask(**body, **({"speculation": {"report": True}} if on else {"speculation": False})))
+            answers.append(await server.ask(**body, speculation={"report": True, **({} if on else {"drafter": "none"})}))
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
@@ -211,7 +219,7 @@ async def with_prediction(arguments: argparse.Namespace) -> None:
     plain = found["without speculation"]
     for name, got in found.items():
         print(f"{name}: {plain['seconds'] / got['seconds']:.2f} times as fast, the same text: {got['text'] == plain['text']}")
-    save(arguments.name or "server-prediction", {"arguments": vars(arguments), "runs": found})
+    save(arguments.name or "server-prediction", {"arguments": told(arguments), "runs": found})
 
 
 if __name__ == "__main__":
