@@ -65,7 +65,7 @@ class Running:
 
     def __init__(self, arguments: argparse.Namespace):
         draft = int(arguments.draft) if arguments.draft.isdecimal() else arguments.draft
-        engine = outrider.load(arguments.target, arguments.drafter, draft=draft)
+        self.engine = engine = outrider.load(arguments.target, arguments.drafter, draft=draft)
         if hasattr(engine, "warm_up"):
             engine.warm_up()
         app = make_app(Served(NAME, engine), Options(Limits(prefixes=0)))
@@ -199,7 +199,7 @@ def a_file(lines: int) -> str:
 async def with_prediction(arguments: argparse.Namespace) -> None:
     source = a_file(arguments.lines)
     task = f"Rename the function measure_3 to spread in this file, and answer with the whole file and nothing else.\n\n```python\n{source}```"
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": task}], "max_tokens": 2000, "stop": "\n```"}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": task}], "stop": "\n```"}
     predicted = {"prediction": {"type": "content", "content": f"```python\n{source}```"}}
     runs = (
         ("without speculation", {"speculation": {"drafter": "none", "report": True}}),
@@ -208,7 +208,8 @@ async def with_prediction(arguments: argparse.Namespace) -> None:
     )
     found: dict[str, Any] = {}
     async with Running(arguments) as server:
-        await server.ask(**{**body, "max_tokens": 2})  # warm
+        await server.ask(**body, max_tokens=2)  # warm
+        body["max_tokens"] = len(server.engine.encode(source)) + 16  # small models may not find the end
         for name, more in runs:
             got = found[name] = await server.ask(**body, **more)
             usage = got["usage"]
