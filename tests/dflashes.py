@@ -116,6 +116,69 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> s
     return str(folder)
 
 
+def write_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], target: str) -> str:
+    """A z-lab drafter as llama.cpp's converter writes it, with the vocabulary of the target's own file."""
+    from gguf import GGUFValueType, GGUFWriter, LlamaFileType
+
+    from outrider.gguf_file import add_key, open_gguf
+
+    writer = GGUFWriter(path, "dflash")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_file_type(LlamaFileType.ALL_F32)
+    writer.add_uint32("dflash.block_size", config["block_size"])
+    entries = [i + 1 for i in config["dflash_config"]["target_layer_ids"]]
+    writer.add_key_value("dflash.target_layers", entries, GGUFValueType.ARRAY, GGUFValueType.UINT32)
+    known = open_gguf(target)
+    for name, value in known.values("tokenizer.").items():
+        if name != "tokenizer.chat_template":
+            add_key(writer, name, value, known.kinds()[name])
+    writer.add_mask_token_id(config["dflash_config"]["mask_token_id"])
+    for name, weights in tensors.items():
+        parts = name.removesuffix(".weight").split(".")
+        outer = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
+        named = f"blk.{parts[1]}.{INNER[parts[-1]]}" if parts[0] == "layers" else outer[parts[0]]
+        writer.add_tensor(f"{named}.weight", weights.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+INNER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def trained_tensors(head: DFlashHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's `tensors` with the values that the head has now."""
+    now = dict(head.named_parameters())
+    found = {}
+    for name in tensors:
+        value = now[name if name in now else f"body.{name}"]
+        found[name] = value.detach().clone()
+    return found
+
+
 def fit(head: DFlashHead, target: Any, text: Sequence[int], steps: int, anchors: int = 12, rate: float = 3e-3) -> float:
     """Train a drafter on one text: at each step a block behind some of its positions."""
     hidden = hidden_states(target, text[:-1], head.layers).clone()

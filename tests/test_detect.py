@@ -69,8 +69,7 @@ def gguf(path: Path, architecture: str) -> str:
 def test_gguf_files(tmp_path: Path) -> None:
     assert detect(gguf(tmp_path / "m.gguf", "llama")).drafter == "model"
     assert detect(gguf(tmp_path / "e.gguf", "eagle3")).drafter == "eagle"
-    with pytest.raises(LoadError, match="DFlash drafter in a GGUF"):
-        detect(gguf(tmp_path / "d.gguf", "dflash"))
+    assert detect(gguf(tmp_path / "d.gguf", "dflash")).drafter == "dflash"
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(LoadError, match="is a file"):
         detect(str(tmp_path / "weights.bin"))

@@ -1,21 +1,25 @@
-"""EAGLE-3 heads as GGUF files: read back for a target of either kind, and run in llama.cpp's own server with the same acceptance."""
+"""Heads as GGUF files: read for a target of either kind, and run in llama.cpp's own server with the same acceptance."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import dflashes
 import eagles
 import pytest
 from tiny import tiny_folder
 from tiny_gguf import write_gguf
 from toys import plain, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.drafters import load_drafter
 from outrider.drafters.eagle import EagleDrafter, EagleOptions
 from outrider.export import export
 from outrider.models import load_target
 from outrider.sampling import SamplingParams
 from outrider.targets import llama
+from outrider.targets.transformers import TransformersTarget
 
 DRAFT, TOKENS = 4, 48
 PROMPT = [10, 40, 50, 60, 70, 80]
@@ -27,8 +31,6 @@ CHAIN = EagleOptions(min_probability=0.0)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, str, list[int]]:
     """A target, its GGUF file, an EAGLE-3 head for it that knows one answer by heart, and that answer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     place = tmp_path_factory.mktemp("pair")
     folder = tiny_folder(layers=8, context=1024, memory=0.1)
     target = load_target(str(folder), device="cpu", dtype="float32")
@@ -47,7 +49,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str, str, list[
 
 def accepted(target: Any, head: str, prompts: list[list[int]]) -> tuple[list[list[int]], int, int]:
     """Texts, and how many tokens were drafted and accepted, with chains of always the same length."""
-    drafter = EagleDrafter.load(target, CHAIN, head)
+    drafter = load_drafter(head, target, {"min_probability": 0.0})
     found, rounds = run(target, drafter, prompts, PARAMS, "rejection", DRAFT)
     every = [r for own in rounds for r in own]
     return [list(one.tokens) for one in found], sum(r.proposed for r in every), sum(r.accepted for r in every)
@@ -74,14 +76,14 @@ def test_both_in_gguf_files(pair: Any, tmp_path: Path) -> None:
 # ---- llama.cpp's own server -------------------------------------------------------------------------------------------------
 
 
-def served(target: str, head: str, prompts: list[list[int]]) -> tuple[list[str], int, int]:
-    """Texts of llama.cpp's server with its eagle3 drafter, and how many tokens it drafted and accepted."""
+def served(target: str, head: str, prompts: list[list[int]], kind: str = "EAGLE3") -> tuple[list[str], int, int]:
+    """Texts of llama.cpp's server with its own drafter of this kind, and how many tokens it drafted and accepted."""
     engine = pytest.importorskip("xllamacpp", reason="llama.cpp's server (xllamacpp), a tool of tests, is not installed")
     params = engine.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = target, 512, 1, 0
     params.verbosity, params.warmup = -1, False
     draft = params.speculative.draft
-    params.speculative.types = [engine.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+    params.speculative.types = [getattr(engine.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_DRAFT_{kind}")]
     draft.mparams.path, draft.n_max = head, DRAFT
     for each in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
         each.n_threads = 1
@@ -107,3 +109,23 @@ def test_llama_cpp_accepts_as_we_do(pair: Any, options: dict[str, Any], tmp_path
     assert theirs == [target.tokenizer.decode(ids) for ids in texts]
     assert abs(accept - theirs_accepted) <= DRAFT and abs(accept / proposed - theirs_accepted / drafted) < 0.05
     assert accept > 0
+
+
+def test_a_dflash_drafter_in_a_gguf_file(pair: Any, tmp_path: Path) -> None:
+    """It drafts as its folder does, and llama.cpp's server accepts as much of it."""
+    target, file, _, text = pair
+    config, tensors = dflashes.make(taken=(1, 4), scale=0.1)
+    config["dflash_config"]["mask_token_id"] = 299
+    unpacked = TransformersTarget(AutoModelForCausalLM.from_pretrained(target.name))
+    head: Any = load_drafter(dflashes.write(tmp_path / "new", config, tensors), unpacked).head  # type: ignore[attr-defined]
+    dflashes.fit(head, unpacked, text, 150)
+    trained = dflashes.trained_tensors(head, tensors)
+    folder = dflashes.write(tmp_path / "trained", config, trained)
+    made = dflashes.write_gguf(tmp_path / "dflash.gguf", config, trained, file)
+    prompts = [PROMPT, OTHER]
+    texts, proposed, accept = accepted(target, made, prompts)
+    assert (texts, proposed, accept) == accepted(target, folder, prompts)
+    theirs, drafted, theirs_accepted = served(file, made, prompts, "DFLASH")
+    assert theirs == [target.tokenizer.decode(ids) for ids in texts]
+    assert abs(accept - theirs_accepted) <= DRAFT and abs(accept / proposed - theirs_accepted / drafted) < 0.05
+    assert accept > TOKENS / 2

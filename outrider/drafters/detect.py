@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import LoadError
 from ..models import PACKAGED
-from . import dflash_formats, eagle_formats, eagle_gguf, hydra, medusa, mtp_head
+from . import dflash_formats, dflash_gguf, eagle_formats, eagle_gguf, hydra, medusa, mtp_head
 from .checkpoint import Checkpoint, read_config, resolve
 
 
@@ -75,6 +75,6 @@ def _file(path: Path) -> Found:
     architecture = found[1].decode() if found else ""
     if architecture == eagle_gguf.ARCHITECTURE:
         return Found("eagle", eagle_formats.DIALECTS["gguf"].title)
-    if architecture == "dflash":
-        raise LoadError(f"{path} is a DFlash drafter in a GGUF file, which is not supported; give its safetensors folder")
+    if architecture == dflash_gguf.ARCHITECTURE:
+        return Found("dflash", dflash_formats.DIALECTS["gguf"])
     return Found("model", "a causal language model in a GGUF file")

@@ -19,6 +19,7 @@ from ..sampling import Sampler
 from ..targets.attention import NAME, KVSlot, PassCache, Segment, passing
 from ..targets.base import Output, Target
 from ..tree import DraftTree
+from . import dflash_gguf
 from .base import Drafter, Work
 from .checkpoint import Checkpoint, resolve
 from .dflash_formats import Recipe, read_recipe
@@ -148,7 +149,8 @@ class DFlashDrafter(Drafter):
     @classmethod
     def load(cls, target: Target, options: Any, source: str | None = None, **loading: Any) -> DFlashDrafter:
         assert source is not None
-        checkpoint = Checkpoint.read(resolve(source))
+        place = resolve(source)
+        checkpoint = dflash_gguf.read(place) if place.is_file() else Checkpoint.read(place)
         recipe = read_recipe(checkpoint, target, options.layers, options.ignore)
         head = DFlashHead(recipe, checkpoint, target)
         checkpoint.ignore(*(name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")))

@@ -2,7 +2,7 @@
 
 ``z-lab``: the paper's own, a Qwen3 config with a `dflash_config`; layer numbers name outputs. ``speculators``: of
 vllm-project/speculators, with a vocabulary that may be reduced; layer numbers name entries. ``transformers``: drafters with a config
-of their own there (Muse-Glimmer's assistant); layer numbers name outputs.
+of their own there (Muse-Glimmer's assistant); layer numbers name outputs. ``gguf``: of llama.cpp (`dflash_gguf`); they name entries.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ from ..targets.base import LayerKey, Target
 from .checkpoint import Checkpoint
 from .eagle_formats import SAYS_NOTHING
 
-DIALECTS = {"z-lab": "DFlash (z-lab)", "speculators": "DFlash (speculators, vLLM)", "transformers": "DFlash (transformers)"}
+DIALECTS = {
+    "z-lab": "DFlash (z-lab)",
+    "speculators": "DFlash (speculators, vLLM)",
+    "transformers": "DFlash (transformers)",
+    "gguf": "DFlash (GGUF, llama.cpp)",
+}
+NESTED = ("speculators", "gguf")
+"""Dialects in which the layers have a config of their own within the drafter's, and layer numbers name entries."""
 OWN_KEYS = frozenset({"dflash_config", "block_size", "num_target_layers", "target_layer_ids", "mask_token_id", "layer_types"})
 DFLASH_CONFIG_KEYS = frozenset({"mask_token_id", "target_layer_ids", "block_size"})
-SPECULATORS_KEYS = frozenset(
+NESTED_KEYS = frozenset(
     {
+        "general.architecture",
         "speculators_model_type",
         "speculators_version",
         "speculators_config",
@@ -55,6 +63,8 @@ class Recipe:
 
 def detect(config: dict[str, Any]) -> str | None:
     """The dialect, by the config; None for anything else."""
+    if config.get("general.architecture") == "dflash":
+        return "gguf"
     if "dflash_config" in config:
         return "z-lab"
     if config.get("speculators_model_type") == "dflash":
@@ -70,14 +80,14 @@ def read_recipe(checkpoint: Checkpoint, target: Target, layers: tuple[int, ...] 
     if dialect is None:
         raise LoadError(f"{checkpoint.folder} is not a DFlash drafter of a known dialect ({', '.join(DIALECTS.values())})")
     part, own, key = checkpoint, checkpoint, "target_layer_ids"
-    if dialect == "speculators":
-        _refuse_unknown(checkpoint, SPECULATORS_KEYS | SAYS_NOTHING, ignore)
+    if dialect in NESTED:
+        _refuse_unknown(checkpoint, NESTED_KEYS | SAYS_NOTHING, ignore)
         part = replace(checkpoint, config=checkpoint.value("transformer_layer_config", dict))
         key = "aux_hidden_state_layer_ids"
     elif dialect == "z-lab":
         own = replace(checkpoint, config=checkpoint.value("dflash_config", dict))
         _refuse_unknown(own, DFLASH_CONFIG_KEYS, ignore, "dflash_config.")
-    config = _layer_config(part, ignore, "transformer_layer_config." if dialect == "speculators" else "")
+    config = _layer_config(part, ignore, "transformer_layer_config." if dialect in NESTED else "")
     if config.hidden_size != target.hidden_size:
         raise LoadError(
             f"{checkpoint.folder}: the drafter is {config.hidden_size} wide and {target.name} is {target.hidden_size}: it was made for another "
@@ -103,16 +113,16 @@ def _layers(
     total, hint = target.n_layers, "give the right ones: -o layers=..."
     numbers = own.value(key, list, None)
     if given is None and numbers is None:
-        if dialect == "speculators":
+        if dialect in NESTED:
             raise LoadError(f"{own.folder} does not say which layers of the target it reads ({key}); give them: -o layers=...")
         n, last = drafter_layers, max(total - 3, 1)
         numbers = [total // 2] if n == 1 else [round(1 + i * (last - 1) / (n - 1)) for i in range(n)]
     if wrong := [k for k in numbers or () if not isinstance(k, int) or isinstance(k, bool)]:
         raise LoadError(f"{own.folder}: {key} must hold layer numbers; got {wrong[0]!r}")
-    entries = list(given) if given is not None else [k + (dialect != "speculators") for k in numbers or ()]
+    entries = list(given) if given is not None else [k + (dialect not in NESTED) for k in numbers or ()]
     if not entries or any(not 0 <= k <= total for k in entries):
         raise LoadError(f"{own.folder}: it reads layers {entries} of the target, but {target.name} has {total}; {hint}")
-    if given is None and dialect != "speculators":  # they read transformers' list of states, whose last is normed
+    if given is None and dialect not in NESTED:  # they read transformers' list of states, whose last is normed
         return tuple("final" if k == total else k for k in entries)
     return tuple(entries)
 

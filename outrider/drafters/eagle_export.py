@@ -52,7 +52,11 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class BareHead:
-    """A head in no dialect. layer: config of its decoder layers, with a `vocab_size` that is the target's. tensors: as stored."""
+    """A head in no dialect.
+
+    layer: config of its decoder layers by `LAYER_KEYS`, with a `vocab_size` that is the target's and `rope_parameters`. more: what else
+    that config says, other than by default. tensors: as stored.
+    """
 
     recipe: Recipe
     layer: dict[str, Any]
@@ -200,8 +204,7 @@ def _list(numbers: Any) -> str:
 
 
 def write(head: BareHead, form: str, place: Path) -> None:
-    """Write a folder, or the file of ``gguf``, at `place`. Raises ParameterError for what has no place there, and OSError."""
-    refuse(head, form)
+    """Write a head that `refuse` lets pass: a folder, or the file of ``gguf``. Raises OSError."""
     if form == "gguf":
         _write_gguf(head, place)
         return

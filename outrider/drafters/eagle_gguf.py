@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import LoadError
-from ..gguf_file import FLOATS, Reader, add_key, open_gguf, tensor
-from .checkpoint import Checkpoint, Stored
+from ..gguf_file import FLOATS, Reader, add_key, open_gguf
+from .checkpoint import Checkpoint
+from .gguf_checkpoint import keys, stored
 
 ARCHITECTURE = "eagle3"
 NAMES = {
@@ -53,8 +53,8 @@ KEYS = {
     "max_position_embeddings": "context_length",
 }
 """Of the decoder layer: the config's key, and the file's behind the architecture's name."""
-MORE_KEYS = {"attention.value_length", "rope.freq_base", "rope.dimension_count", "vocab_size"}
 FLAGS = ("norm_before_residual", "norm_before_fc")
+OPTIONAL = {"attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count", "vocab_size", *FLAGS}
 ROPE = "outrider.rope_parameters"
 """A key of ours: transformers' description of the rotation, of which llama.cpp keeps a factor for each frequency alone."""
 
@@ -62,14 +62,11 @@ ROPE = "outrider.rope_parameters"
 def read(path: Path) -> Checkpoint:
     """The head in a GGUF file as a checkpoint. Raises LoadError for a damaged file, or keys and tensors that are not known."""
     reader = open_gguf(path)
-    found = reader.values(ARCHITECTURE + ".")
-    values = {name.removeprefix(f"{ARCHITECTURE}."): value for name, value in found.items()}
-    states = "target_layers" if "target_layers" in values else "extract_layers"  # the key's name until summer 2026
-    known = {*KEYS.values(), *MORE_KEYS, *FLAGS, states, "target_hidden_size"}
-    if unknown := sorted(values.keys() - known):
-        raise LoadError(f"{path}: key {ARCHITECTURE}.{unknown[0]} is not known here; what it changes would be ignored")
-    if missing := sorted({*KEYS.values(), states, "target_hidden_size"} - values.keys() - {"attention.key_length"}):
-        raise LoadError(f"{path} has no key {ARCHITECTURE}.{missing[0]}: it is incomplete, or of another version of llama.cpp")
+    states = (
+        "target_layers" if f"{ARCHITECTURE}.target_layers" in reader.kinds() else "extract_layers"
+    )  # its name until summer 2026
+    known = {*KEYS.values(), *OPTIONAL, states, "target_hidden_size"}
+    values = keys(path, reader, ARCHITECTURE, known, OPTIONAL)
     layer = {name: values[key] for name, key in KEYS.items() if key in values}
     layer |= {"model_type": "llama", "hidden_act": "silu", "vocab_size": reader.length("tokenizer.ggml.tokens")}
     own = reader.values(ROPE)
@@ -82,38 +79,13 @@ def read(path: Path) -> Checkpoint:
         "target_hidden_size": values["target_hidden_size"],
         **{name: values.get(name, False) for name in FLAGS},
     }
-    return Checkpoint(path, config, _tensors(path, reader, layer, bool(own)))
-
-
-def _tensors(path: Path, reader: Any, layer: dict[str, Any], knows_rope: bool) -> dict[str, Stored]:
     names = {theirs: ours for ours, theirs in NAMES.items()}
-    parts = {part.name: part for part in reader.tensors}
-    if unknown := sorted(parts.keys() - names.keys()):
-        raise LoadError(f"{path}: tensor {unknown[0]} is not known here; a head that lacks it would draft nonsense")
-    if "fc.weight" not in parts:
-        raise LoadError(f"{path} has no tensor fc.weight: it is incomplete")
-    if knows_rope:
-        parts.pop(NAMES["rope_factors"], None)
-    kind = FLOATS.get(parts["fc.weight"].tensor_type, torch.float32)
-    found = {}
-    for theirs, part in parts.items():
-        ours = names[theirs]
-        shape = tuple(int(n) for n in reversed(part.shape))
-        found[ours] = Stored(shape, _loader(part, ours, layer, kind), path.name)
-    return found
-
-
-def _loader(part: Any, name: str, layer: dict[str, Any], kind: torch.dtype) -> Callable[[], Tensor]:
-    def load() -> Tensor:
-        found = tensor(part)
-        if name == "d2t":
-            return found.long() - torch.arange(len(found))
-        if name in ROTATED:
-            return unpermuted(found, layer[ROTATED[name]])
-        narrow = found.to(kind)  # of one type with the matrices, unless something would be lost
-        return narrow if found.dim() == 1 and torch.equal(narrow.float(), found) else found
-
-    return load
+    tensors = stored(
+        path, reader, names, lambda name, rows: unpermuted(rows, layer[ROTATED[name]]) if name in ROTATED else rows
+    )
+    if own:
+        tensors.pop("rope_factors", None)
+    return Checkpoint(path, config, tensors)
 
 
 def permuted(rows: Tensor, heads: int) -> Tensor:
