@@ -308,7 +308,7 @@ def second_half(progress, *pair, **more):
     assert "Look at a tree first" in learner.type("answer 1 bonus")
     assert "unknown drafter" in learner.type("drafter nobody")
     assert "shape=tree" in learner.type("solution")
-    assert "shape=tree" in learner.type("drafter pair shape=tree")
+    assert "shape=tree" in learner.type("drafter pair shape=tree min_probability=0")
     learner.type("draft 8")
     learner.type("run")
     found = len(re.findall(r": kept \(", learner.type("tree")))

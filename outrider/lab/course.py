@@ -192,13 +192,13 @@ def _check_tree(desk: Desk, answer: Answer) -> Verdict:
     if answer is None:
         return WAITING
     if desk.shown is None:
-        return Verdict(False, "Look at a tree first: `drafter pair shape=tree`, `draft 8`, `run`, `tree`.")
+        return Verdict(False, "Look at a tree first: `drafter pair shape=tree min_probability=0`, `draft 8`, `run`, `tree`.")
     _, round = desk.shown
     if all(parent == node - 1 for node, parent in enumerate(round.parents)):
         return Verdict(
             False,
-            "What you looked at is a chain: choose a drafter with shape=tree and a longer `draft`, `run`, and look at a "
-            "`tree`.",
+            "What you looked at is a chain. Trees branch with shape=tree, min_probability=0 and a `draft` of 8 or so: set these, `run`, and "
+            "look at a `tree`.",
         )
     if len(answer) != 2 or not answer[0].isdigit():
         return Verdict(False, "A number and a word: how many drafted tokens were kept, then `recovered` or `bonus`.")
@@ -213,7 +213,7 @@ def _check_tree(desk: Desk, answer: Answer) -> Verdict:
 
 def _solve_tree(desk: Desk) -> list[str]:
     if desk.shown is None or all(parent == node - 1 for node, parent in enumerate(desk.shown[1].parents)):
-        return ["drafter pair shape=tree", "draft 8", "run", "tree"]
+        return ["drafter pair shape=tree min_probability=0", "draft 8", "run", "tree"]
     return [f"answer {desk.shown[1].accepted} {desk.shown[1].own}"]
 
 
@@ -433,7 +433,7 @@ COURSE: tuple[Objective, ...] = (
     Objective(
         "tree",
         "A draft tree",
-        "Let the drafter guess a tree: `drafter pair shape=tree` (or `drafter suffix shape=tree`), `draft 8`, then `run` "
+        "Let the drafter guess a tree: `drafter pair shape=tree min_probability=0` (or `drafter suffix shape=tree`), `draft 8`, then `run` "
         "and `tree`. `answer` "
         "with how many drafted tokens of that tree were kept, and what the token after them is: `recovered` or `bonus`.",
         "Kept nodes are green and underlined. Below the tree stands the token that followed; did it come after a refusal?",
