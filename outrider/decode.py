@@ -434,8 +434,8 @@ def _within_limits(budget: Budget, sequence: Sequence, drafter: Drafter) -> Budg
     if drafter.context_length is not None:
         depth = min(depth, drafter.context_length - len(sequence.tokens))
     if depth <= 0:
-        return replace(budget, nodes=0, depth=0)
-    return replace(budget, nodes=nodes, depth=depth)
+        nodes = depth = 0
+    return budget if (nodes, depth) == (budget.nodes, budget.depth) else replace(budget, nodes=nodes, depth=depth)
 
 
 def _propose(

@@ -8,8 +8,10 @@ from numbers import Integral
 from typing import Any, Iterator, Mapping
 from typing import Sequence as Many
 
+from .calibrate import Calibrator
 from .decode import Fixed, Pace, Sequence, close_sequence, decode, find_rule, open_sequence
-from .drafters import Drafter, load_drafter
+from .drafters import Drafter, NoDrafter, load_drafter
+from .drafters.auto import AutoDrafter
 from .errors import LogitsError, ParameterError, PromptError
 from .models import GGUF_ONLY, load_target, target_loading
 from .sampling import SamplingParams
@@ -19,6 +21,13 @@ from .trace import Round, Statistics, TokenLogprob, statistics
 
 Prompt = str | Many[Message] | Many[int]
 """A text, a conversation, or token ids."""
+AUTO = "auto"
+"""The drafter, and the draft length, that are chosen in each round."""
+WARM_TOKENS = 80
+TEXT = """The ferry leaves at seven, crosses the bay and returns with the evening tide. def mean(values): return sum(values) / \
+len(values)  # an empty list raises ZeroDivisionError. In 1854 a survey of 312 lighthouses found that most of them burnt whale oil; by 1910 \
+none did, and the cheapest were unmanned."""
+"""What passes are timed on: identical tokens would hide what a sparse model's experts cost."""
 ACCEPTED = "give a text, a list of messages, a list of token ids (or a tensor or array of them), or a list of these"
 
 
@@ -59,13 +68,14 @@ class Chunk:
 class Engine:
     """A target with a drafter.
 
-    draft: most tokens to draft in a round, or a Pace that decides. accept: name of the accept rule; by default `coupled`
-    when a seed is given, else the longest exact rule for what the drafter draws.
+    draft: tokens to draft in a round; ``auto``, as many as pay; or a Pace that decides. Of several drafters in one the calibrator
+    always chooses; a number is then the most that it may draft. accept: name of the accept rule; by default `coupled` when a seed is
+    given, else the longest exact rule for what the drafter draws.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, draft: int | Pace = 8, accept: str | None = None):
-        if isinstance(draft, bool) or not (isinstance(draft, (int, Pace))):
-            raise ParameterError(f"draft must be a whole number or a Pace; got {draft!r}")
+    def __init__(self, target: Target, drafter: Drafter, draft: int | str | Pace = AUTO, accept: str | None = None):
+        if isinstance(draft, bool) or not (isinstance(draft, (int, Pace)) or draft == AUTO):
+            raise ParameterError(f"draft must be a whole number, 'auto' or a Pace; got {draft!r}")
         if isinstance(draft, int) and not 0 <= draft <= 1024:
             raise ParameterError(f"draft must be from 0 to 1024; got {draft}")
         if accept is not None:
@@ -76,8 +86,20 @@ class Engine:
             )
         self.target = target
         self.drafter = drafter
-        self.pace: Pace = Fixed(draft) if isinstance(draft, int) else draft
+        self.pace = make_pace(drafter, draft)
         self.accept = accept
+
+    def warm_up(self) -> None:
+        """Let a calibrator time a few passes over different tokens, for about a second at most. Later it goes on with what rounds take."""
+        if isinstance(self.pace, Calibrator) and not isinstance(self.drafter, NoDrafter):
+            tokenizer, most = self.target.tokenizer, min(self.target.context_length, WARM_TOKENS)
+            try:
+                ids = tokenizer.encode_plain(TEXT) if tokenizer else []
+            except ParameterError:  # it has not all of these letters
+                ids = []
+            if len(ids) < most:
+                ids = [token % self.target.vocab_size for token in range(most)]
+            self.pace.warm_up(self.target, ids[:most])
 
     def rule_for(self, params: SamplingParams) -> str:
         """The accept rule in force for `params`."""
@@ -215,6 +237,15 @@ class Engine:
         )
 
 
+def make_pace(drafter: Drafter, draft: int | str | Pace) -> Pace:
+    """The Pace that `draft` means for a drafter."""
+    if isinstance(draft, Pace):
+        return draft
+    if isinstance(draft, int) and (draft == 0 or not isinstance(drafter, AutoDrafter)):
+        return Fixed(draft)
+    return Calibrator(drafter, draft) if isinstance(draft, int) else Calibrator(drafter)
+
+
 class Chat:
     """A conversation. Each turn reuses the cache of what the turns have in common."""
 
@@ -276,9 +307,9 @@ class Chat:
 
 def load(
     target: str | Target,
-    drafter: str | Drafter | None = "suffix",
+    drafter: str | Drafter | None = AUTO,
     options: Mapping[str, Any] | None = None,
-    draft: int | Pace = 8,
+    draft: int | str | Pace = AUTO,
     accept: str | None = None,
     **loading: Any,
 ) -> Engine:
@@ -295,15 +326,25 @@ def load(
         raise ParameterError(f"{', '.join(loading)}: the target is loaded already")
     if not isinstance(drafter, Drafter):
         passed = {name: loading[name] for name in ("device", "dtype", "trust_remote_code", *GGUF_ONLY) if name in loading}
-        drafter = load_drafter(drafter or "none", target, options, **passed)
+        name = drafter or "none"
+        drafter = load_drafter(name, target, options_for(name, options, accept), **passed)
     elif options:
         raise ParameterError("options: the drafter is made already")
-    return Engine(target, drafter, draft, accept)
+    engine = Engine(target, drafter, draft, accept)
+    engine.warm_up()
+    return engine
+
+
+def options_for(drafter: str, options: Mapping[str, Any] | None, accept: str | None) -> dict[str, Any]:
+    """The options of a drafter under this rule: `block` is for chains, so ``auto`` drafts chains unless it is told otherwise."""
+    chains = {"shape": "chain"} if drafter == AUTO and accept == "block" else {}
+    return {**chains, **(options or {})}
 
 
 def _models_of(drafter: Any, options: Mapping[str, Any] | None) -> list[str]:
     """What may name a draft model."""
-    return [name for name in (drafter, (options or {}).get("model")) if isinstance(name, str)]
+    given = (drafter, (options or {}).get("model"))
+    return [name for names in given if isinstance(names, str) for name in names.split(",")]
 
 
 def _params(params: Any, values: dict[str, Any]) -> Any:

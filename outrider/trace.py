@@ -49,7 +49,7 @@ class Times:
     @property
     def total(self) -> int:
         """All phases after the prefill."""
-        return sum(asdict(self).values()) - self.prefill
+        return self.propose + self.forward + self.probabilities + self.accept + self.cut + self.commit + self.observe
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def test_an_interruption_keeps_what_was_finished(prompts, tmp_path, monkeypatch)
     monkeypatch.setattr(runner, "measure", interrupted)
     out = tmp_path / "result.json"
     result = bench("--prompts", prompts, "--out", out)
-    assert result.exit_code == 130 and "suffix" in result.stdout and "interrupted" in result.stderr
+    assert result.exit_code == 130 and "auto" in result.stdout and "interrupted" in result.stderr
     value = json.loads(out.read_text())
     assert value["interrupted"] is True and len(value["runs"]) == 4
 

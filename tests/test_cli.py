@@ -77,7 +77,7 @@ def test_json_has_everything(expected):
     assert value["rule"] == "coupled" and value["seed"] == 5 and value["lossy"] is False
     assert len(value["logprobs"]) == len(value["tokens"]) and len(value["logprobs"][0]["top"]) == 2
     assert value["stats"]["emitted"] == 40 and value["finish_reason"] == "length"
-    assert value["drafter"] == {"name": "suffix", "options": value["drafter"]["options"]}
+    assert value["drafter"] == {"name": "auto", "options": value["drafter"]["options"]} and value["draft"] == "auto"
 
 
 def test_a_seed_gives_one_text_with_any_drafter():
@@ -88,7 +88,8 @@ def test_a_seed_gives_one_text_with_any_drafter():
 
 
 def test_options_reach_the_drafter():
-    value = json.loads(run("The bridge", "--json", "-o", "shape=tree", "-o", "max_length=2", "--draft", "6").stdout)
+    asked = ("-d", "suffix", "-o", "shape=tree", "-o", "max_length=2", "--draft", "6")
+    value = json.loads(run("The bridge", "--json", *asked).stdout)
     assert value["drafter"]["options"]["shape"] == "tree" and value["rule"] == "traversal"
     assert len(value["stats"]["accepted_by_depth"]) <= 2
 
@@ -101,7 +102,7 @@ def test_trace_can_be_read_back(tmp_path):
     assert stats == value["stats"]
     assert header["rule"] == value["rule"] and header["seed"] == value["seed"] and header["lossy"] is False
     assert header["versions"]["outrider"] and header["machine"]["cores"] and header["sampling"]["max_tokens"] == 40
-    assert header["target"]["name"] == MODEL and header["drafter"]["name"] == "suffix"
+    assert header["target"]["name"] == MODEL and header["drafter"]["name"] == "auto"
     assert len(header["sequences"]) == 1
 
 
@@ -158,7 +159,7 @@ def test_chat_goes_on_until_the_input_ends(expected, tmp_path):
     assert second == again.text
     header, rounds = read_trace(tmp_path / "t")
     assert {r.sequence for r in rounds} == {0, 1}
-    assert (header["rule"], header["lossy"], header["seed"]) == ("block", False, None)
+    assert (header["rule"], header["lossy"], header["seed"]) == ("traversal", False, None)
     assert len({r.seed for r in rounds if r.sequence == 0}) == 1  # drawn, and kept for the turn
 
 
@@ -253,7 +254,8 @@ def test_demo(tmp_path):
     assert len(header["sequences"]) == 8 and {r.sequence for r in rounds} == set(range(8))
     for r in rounds:
         entry = header["sequences"][r.sequence]
-        assert (entry["drafter"], entry["rule"], entry["lossy"]) == (r.drafter, r.rule, r.lossy)
+        assert (entry["rule"], entry["lossy"]) == (r.rule, r.lossy)
+        assert r.drafter in {"none": ("none",), "auto": ("auto", "suffix")}[entry["drafter"]]
     assert len({entry["seed"] for entry in header["sequences"]}) == 8
     value = json.loads(call(*arguments, "--json", "--only", "2").stdout)
     assert [prompt["category"] for prompt in value["prompts"]] == ["fix"] and value["prompts"][0]["same_text"] is True

@@ -100,7 +100,7 @@ def test_llama(name: str, shape: str) -> None:
         drafter = load_drafter(name, t, {**options, "script": [*PROMPT, *wanted[0].tokens], "wrong_at": 1})
     elif name == "early-exit":
         drafter = load_drafter(name, t, {**options, "skip": "1"})
-    elif entry.load().takes_model:
+    elif entry.load().takes_model and name != "auto":
         drafter = load_drafter(name, t, {**options, "model": heads_for_llama(name)})
     else:
         drafter = load_drafter(name, t, options)

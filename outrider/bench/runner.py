@@ -27,7 +27,7 @@ class Configuration:
 
     target: str
     drafter: str
-    draft: int
+    draft: int | str
     batch: int
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -92,7 +92,7 @@ def make_groups(categories: Sequence[str], batch: int) -> list[Group]:
 
 
 def configurations(
-    target: str, drafters: Mapping[str, Mapping[str, Any]], drafts: Sequence[int], batch: int
+    target: str, drafters: Mapping[str, Mapping[str, Any]], drafts: Sequence[int | str], batch: int
 ) -> list[Configuration]:
     """Every drafter (with its options) at every draft length, for one target and batch size; without plain decoding."""
     return [Configuration(target, name, draft, batch, options) for name, options in drafters.items() for draft in drafts]
@@ -200,7 +200,8 @@ class Row:
 
     @property
     def drafted_nothing(self) -> bool:
-        return not self.configuration.is_plain and self.statistics.proposed == 0
+        """Where something should have been: of ``auto`` it may be the decision."""
+        return self.configuration.drafter not in (PLAIN, "auto") and self.statistics.proposed == 0
 
 
 def summarise(runs: Iterable[Run], by_category: bool = False) -> list[Row]:

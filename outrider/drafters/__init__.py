@@ -49,6 +49,14 @@ class Entry:
 
 
 TABLE: dict[str, Entry] = {
+    "auto": Entry(
+        "auto:AutoDrafter",
+        "in each round the one of several that pays, or none: `suffix`, what the target's checkpoint holds, and what is given",
+        "nothing; more drafters with `-o model=A,B`",
+        ("chain", "tree"),
+        "",
+        "that of the one chosen",
+    ),
     "none": Entry("base:NoDrafter", "plain decoding", "nothing", ("chain",), ""),
     "lookup": Entry(
         "lookup:LookupDrafter",

@@ -92,9 +92,9 @@ class LookupState(IndexState):
         for ngram in self._last():
             self._place[ngram] = len(self.tokens)
 
-    def find(self) -> int | None:
-        """The place of what followed the longest known n-gram that the text ends with."""
-        return next((self._place[ngram] for ngram in self._last() if ngram in self._place), None)
+    def find(self) -> tuple[int, int] | None:
+        """The place of what followed the longest known n-gram that the text ends with, and its length."""
+        return next(((self._place[ngram], len(ngram)) for ngram in self._last() if ngram in self._place), None)
 
     def _last(self) -> list[tuple[int, ...]]:
         """The n-grams at the end of the text, the longest first."""
@@ -118,7 +118,10 @@ class LookupDrafter(Drafter):
         assert isinstance(state, LookupState)
         state.catch_up(tokens)
         drafts: list[int] = []
-        if (place := state.find()) is not None:
-            for at in range(place, place + min(budget.nodes, budget.depth, self.options.max_length)):
-                drafts.append(tokens[at] if at < len(tokens) else drafts[at - len(tokens)])
-        return DraftTree.chain(tokens[-1], drafts)
+        if (found := state.find()) is None:
+            return DraftTree.chain(tokens[-1])
+        place, match = found
+        for at in range(place, place + min(budget.nodes, budget.depth, self.options.max_length)):
+            drafts.append(tokens[at] if at < len(tokens) else drafts[at - len(tokens)])
+        score = [(match + k) / (match + k + 1) for k in range(len(drafts))]  # the more agrees, the more likely; a rough guess
+        return DraftTree.chain(tokens[-1], drafts, score=score)

@@ -131,7 +131,7 @@ class Desk:
         if settings.drafter == "none":
             raise ParameterError("plain decoding drafts nothing: choose a drafter first, as `drafter suffix`")
         plan = configurations(target.name, {settings.drafter: {}}, lengths, 1)
-        engines = {c: self.engine(replace(settings, draft=c.draft)) for c in plan}
+        engines = {c: self.engine(replace(settings, draft=int(c.draft))) for c in plan}
         runs = []
         for run in measure(engines, [(self.as_prompt(target, REWRITE), "")], settings.params(), repeat=2):
             runs.append(run)
@@ -141,7 +141,9 @@ class Desk:
             if row.configuration.is_plain:
                 self.plain_speed = speed
             else:
-                self.sweep[row.configuration.draft] = Speed(speed, row.ratio or 0.0, row.statistics.acceptance_length or 0.0)
+                self.sweep[int(row.configuration.draft)] = Speed(
+                    speed, row.ratio or 0.0, row.statistics.acceptance_length or 0.0
+                )
         return self.sweep
 
     def change(self, **values: Any) -> None:

@@ -1,0 +1,272 @@
+"""The calibrator against fixed settings: `auto`, plain decoding and every fixed drafter and draft length, in turns, on the same texts.
+
+    python benchmarks/auto.py TARGET [--model FOLDER_OR_GGUF] [--prompts SPEC_BENCH.jsonl] [--settings ...] [--seconds 270] --name NAME
+
+Greedy. A unit is one prompt decoded once with every setting, one after the other, the order rotated from unit to unit; a prompt's prefill is
+computed once and forked. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or
+interrupted), with a calibrator that knows nothing yet. `--report` computes what there is:
+
+- for each category the fixed setting that was the fastest in the even repetitions, and in the odd ones `auto` against it and against plain
+  decoding: the mean of the units' log ratios with its paired one-sided 95 % bound;
+- the same ratios without the noise of the clock: every round at the median cost of its kind (rows of the pass; drafter and levels).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, Iterator
+
+from common import RESULTS, save
+
+import outrider
+from outrider.decode import Sequence, close_sequence, open_sequence
+from outrider.drafters import NoDrafter, load_drafter
+from outrider.drafters.auto import AutoDrafter
+from outrider.engine import Engine
+from outrider.sampling import SamplingParams
+
+KINDS = {
+    "writing": ("writing", "roleplay", "humanities", "stem"),
+    "reasoning": ("reasoning", "math", "coding", "math_reasoning"),
+    "source": ("extraction", "summarization", "rag", "translation"),
+}
+LONGEST = 450
+"""Tokens of a prompt; longer ones are left out, for their prefill takes the time of the measurement."""
+REWRITE = (
+    "Copy this text, but replace every 'ferry' with 'train': The ferry leaves the harbour at seven and reaches the island before eight. Those who "
+    "miss the ferry can take the second ferry at noon, which also carries cars. In winter the ferry runs on Mondays and Fridays only.",
+    "Return this code unchanged except that the function is named total:\n\ndef add_up(prices, discount=0.0):\n    amount = 0.0\n    for "
+    "price in prices:\n        if price < 0:\n            raise ValueError('a price cannot be negative')\n        amount += price\n    return amount "
+    "* (1 - discount)\n",
+    "Repeat this list, adding the word 'done' to each line:\n- water the tomatoes in the greenhouse\n- repair the fence behind the shed\n- order seeds "
+    "for the spring\n- write to the members about the meeting\n- return the ladder to the neighbours\n",
+    "Write this sentence three times: The keeper of the lighthouse wrote down the time, the wind and the height of the waves.",
+)
+T95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 12: 1.78, 15: 1.75, 20: 1.72}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("--model", help="a draft model")
+    parser.add_argument("--prompts", help="a Spec-Bench file; without it, rewriting alone")
+    parser.add_argument(
+        "--settings", default="suffix:4,suffix:8,suffix:16,lookup:4,lookup:8", help="fixed ones, as drafter:length"
+    )
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--each", type=int, default=1, help="prompts of each Spec-Bench category")
+    parser.add_argument("--rewrites", type=int, default=len(REWRITE))
+    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=270)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--skip", type=int, default=0, help="count a run only after so many tokens")
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--report", action="store_true", help="compute, measure nothing")
+    arguments = parser.parse_args()
+    path = RESULTS / f"{arguments.name}.runs.jsonl"
+    if not arguments.report:
+        measure(arguments, path)
+    report(arguments, [json.loads(line) for line in path.read_text().splitlines()])
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------------------
+
+
+def measure(arguments: argparse.Namespace, path: Path) -> None:
+    began = time.monotonic()
+    done = set()
+    if path.exists():
+        done = {(r["setting"], r["prompt"], r["repetition"]) for r in map(json.loads, path.read_text().splitlines())}
+    engines = dict(make_engines(arguments))
+    target = next(iter(engines.values())).target
+    prompts = list(chosen(arguments, target.tokenizer))
+    params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True)
+    names = list(engines)
+    with open(path, "a") as out:
+        for repetition in range(arguments.repeat):
+            for number, (category, ids) in enumerate(prompts):
+                if all((name, number, repetition) in done for name in names):
+                    continue
+                if time.monotonic() - began > arguments.seconds:
+                    print("time is up; call again to go on", flush=True)
+                    return
+                turn = (repetition + number) % len(names)
+                first = Sequence(target, ids, params, "traversal")
+                open_sequence(target, NoDrafter(), first)
+                runs = [run(engines[name], name, first, params, arguments.skip) for name in names[turn:] + names[:turn]]
+                close_sequence(target, first)
+                texts = {one.pop("text") for one in runs}
+                for one in runs:
+                    out.write(
+                        json.dumps(
+                            {"prompt": number, "category": category, "repetition": repetition, "texts": len(texts), **one}
+                        )
+                        + "\n"
+                    )
+                out.flush()
+
+
+def make_engines(arguments: argparse.Namespace) -> Iterator[tuple[str, Engine]]:
+    """Plain decoding, auto, and the fixed settings, on one target; each drafter is loaded once."""
+    loading = {} if arguments.target.endswith(".gguf") else {"dtype": arguments.dtype}
+    plain = outrider.load(arguments.target, drafter=None, draft=0, **loading)
+    target = plain.target
+    drafters: dict[str, Any] = {"suffix": load_drafter("suffix", target), "lookup": load_drafter("lookup", target)}
+    if arguments.model:
+        drafters["model"] = load_drafter(arguments.model, target)
+    parts = [load_drafter("suffix", target, {"shape": "tree"}), *(d for name, d in drafters.items() if name != "suffix")]
+    auto = Engine(target, AutoDrafter(parts))
+    auto.warm_up()
+    yield "none", plain
+    yield "auto", auto
+    for setting in filter(None, arguments.settings.split(",")):
+        name, _, length = setting.partition(":")
+        yield setting, Engine(target, drafters[name], int(length))
+
+
+def chosen(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, list[int]]]:
+    """Category and token ids of each prompt."""
+    rows = [json.loads(line) for line in Path(arguments.prompts).read_text().splitlines()] if arguments.prompts else []
+    for kind, categories in KINDS.items():
+        for category in categories:
+            texts = (row["turns"][0] for row in rows if row["category"] == category)
+            ids = (tokenizer.chat([{"role": "user", "content": text}]) for text in texts)
+            yield from ((kind, one) for _, one in zip(range(arguments.each), (i for i in ids if len(i) <= LONGEST)))
+    for text in REWRITE[: arguments.rewrites]:
+        yield "rewrite", tokenizer.chat([{"role": "user", "content": text}])
+
+
+def run(engine: Engine, name: str, first: Sequence, params: SamplingParams, skip: int) -> dict[str, Any]:
+    """One decoding from a fork of `first`; its speed, and what each round cost."""
+    sequence = Sequence(engine.target, first.tokens, params, engine.rule_for(params))
+    sequence.attach(engine.target.open(first.slot, first.slot.length), engine.drafter.open(sequence.sampler))
+    rounds, tokens = [], 0
+    deciding = getattr(engine.pace, "deciding_ns", 0)
+    for r in engine.decode([sequence]):
+        tokens += len(r.emitted)
+        if tokens - len(r.emitted) >= skip:
+            rounds.append(r)
+    return {
+        "setting": name,
+        "tokens": sum(len(r.emitted) for r in rounds),
+        "seconds": sum(r.times.total for r in rounds) / 1e9,
+        "deciding": (getattr(engine.pace, "deciding_ns", 0) - deciding) / 1e9,
+        "text": tuple(sequence.output),
+        "rounds": [
+            [r.rows, r.drafter, max_depth(r.parents), r.times.propose // 1000, (r.times.total - r.times.propose) // 1000]
+            for r in rounds
+        ],
+    }
+
+
+def max_depth(parents: tuple[int, ...]) -> int:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+
+# ---- reporting ---------------------------------------------------------------------------------------------------------------
+
+
+def report(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
+    without_noise(runs)
+    settings = list(dict.fromkeys(r["setting"] for r in runs))
+    found: dict[str, Any] = {}
+    for category in dict.fromkeys(r["category"] for r in runs):
+        units: dict[tuple[int, int], dict[str, dict[str, Any]]] = defaultdict(dict)
+        for r in runs:
+            if r["category"] == category:
+                units[r["repetition"], r["prompt"]][r["setting"]] = r
+        whole = {key: unit for key, unit in units.items() if len(unit) == len(settings)}
+        choosing = [unit for (repetition, _), unit in whole.items() if repetition % 2 == 0]
+        timing = [unit for (repetition, _), unit in whole.items() if repetition % 2 == 1]
+        if not timing:
+            continue
+        speeds = {s: speed(choosing, s, "seconds") for s in settings}
+        best = max((s for s in settings if s != "auto"), key=lambda s: speeds[s])
+        exact = {s: speed([*choosing, *timing], s, "exact") for s in settings}
+        ideal = max((s for s in settings if s != "auto"), key=lambda s: exact[s])
+        found[category] = {
+            "pairs": len(timing),
+            "best_fixed": best,
+            "against_best": ratio(timing, best),
+            "against_plain": ratio(timing, "none"),
+            "tokens_per_second": {s: round(speed(timing, s, "seconds"), 2) for s in settings},
+            "without_noise": {
+                "best_fixed": ideal,
+                "against_best": round(exact["auto"] / exact[ideal], 4),
+                "against_plain": round(exact["auto"] / exact["none"], 4),
+                "relative_to_plain": {s: round(exact[s] / exact["none"], 3) for s in settings},
+            },
+            "chosen_by_auto": dict(Counter(r[1] for unit in whole.values() for r in unit["auto"]["rounds"]).most_common()),
+        }
+        print(category, json.dumps(found[category], indent=1))
+    auto = [r for r in runs if r["setting"] == "auto"]
+    share = sum(r["deciding"] for r in auto) / max(sum(r["seconds"] for r in auto), 1e-9)
+    parted = sum(r["texts"] > 1 for r in auto)
+    print(f"deciding: {share:.2%} of auto's time; units with more than one text: {parted} of {len(auto)}")
+    save(
+        arguments.name,
+        {
+            "target": Path(arguments.target).name,
+            "model": arguments.model and Path(arguments.model).name,
+            "tokens": arguments.tokens,
+            "skipped_tokens": arguments.skip,
+            "units": len(auto),
+            "units_with_more_than_one_text": parted,
+            "share_of_deciding": round(share, 5),
+            "categories": found,
+        },
+    )
+
+
+def without_noise(runs: list[dict[str, Any]]) -> None:
+    """Give each run its `exact` seconds: its rounds at the median cost of their kinds, over all runs."""
+    passes, drafts = defaultdict(list), defaultdict(list)
+    for r in runs:
+        for rows, drafter, levels, propose, rest in r["rounds"][1:]:
+            passes[rows].append(rest)
+            drafts[r["setting"].split(":")[0], drafter, levels].append(propose)
+    cost = {rows: statistics.median(times) for rows, times in passes.items()}
+    draft = {kind: statistics.median(times) for kind, times in drafts.items()}
+    for r in runs:
+        own = r["setting"].split(":")[0]
+        r["exact"] = (
+            sum(
+                cost.get(rows, rest) + draft.get((own, drafter, levels), propose)
+                for rows, drafter, levels, propose, rest in r["rounds"]
+            )
+            / 1e6
+        )
+
+
+def speed(units: list[dict[str, dict[str, Any]]], setting: str, seconds: str) -> float:
+    return sum(unit[setting]["tokens"] for unit in units) / sum(unit[setting][seconds] for unit in units)
+
+
+def ratio(units: list[dict[str, dict[str, Any]]], other: str) -> dict[str, float]:
+    """auto's speed over another's: geometric mean over the units, and what it exceeds with 95 % (paired, Student's t)."""
+    logs = [
+        math.log(unit["auto"]["tokens"] / unit["auto"]["seconds"] * unit[other]["seconds"] / unit[other]["tokens"])
+        for unit in units
+    ]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return {"mean": round(math.exp(mean), 4)}
+    freedom = len(logs) - 1
+    t = T95[max(n for n in T95 if n <= freedom)]
+    return {
+        "mean": round(math.exp(mean), 4),
+        "at_least": round(math.exp(mean - t * statistics.stdev(logs) / math.sqrt(len(logs))), 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

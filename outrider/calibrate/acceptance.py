@@ -1,0 +1,219 @@
+"""How likely a drafted node is to be kept, calibrated online for each drafter.
+
+Before a draft there is only the depth to go by: how often a draft that may go so deep reaches it, and how often the node there is kept.
+After it there is the drafter's own score of each node, which for drafters that look up grows with the match: scores are sorted into
+cells, and each cell's frequency is shrunk towards the score itself. Frequencies forget, so that a drafter that changes, or was judged
+too hard to be tried again, is judged anew.
+
+Text that copies and text that does not come in stretches. So every cell has two frequencies, one for each of two moods, and a sequence is
+believed to be in one or the other by what was kept and what was not: a hidden Markov model with two states, its chances learned online by
+expectation maximisation. Where there are no stretches both moods come out alike, and the belief does not matter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from typing import Iterable
+
+from ..tree import DraftTree
+
+CELLS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.95, 0.97, 0.985, 0.995)
+"""Bounds between the cells of scores."""
+DEPTHS = 24
+"""Depths with a frequency of their own; those below share the last."""
+STRENGTH = 4.0
+"""Nodes that a prior counts for."""
+FORGET = 0.01
+"""Of a cell, with each new node in it."""
+FADING, FADES = 0.94, 32
+"""What is left of all cells after so many rounds in which the drafter was asked."""
+KEPT = 0.9
+"""Of a drafter that nothing is known about: it is given a chance."""
+ODDS = 2.5
+"""By which the odds in the high mood are taken to be above the usual, and in the low mood below, before they are known."""
+CHANGES = 0.02
+"""How often the mood changes, by node and by round."""
+SLOWLY, RARE = 0.01, 0.1
+"""How fast it is learned how common the high mood is, and how rare either may be."""
+
+Pair = tuple[float, float]
+"""Of the low and of the high mood."""
+NEVER = 0.01
+HIGH: Pair = (0.0, 1.0)
+"""The belief to be in the high mood."""
+KNOWN = 5.0
+"""So many nodes of the high mood make it known."""
+
+
+def around(chance: float) -> Pair:
+    """A chance in either mood, before it is known."""
+    down, up = chance / ODDS, chance * ODDS
+    return down / (1 - chance + down), up / (1 - chance + up)
+
+
+SCORED = tuple(around(min(max((low + high) / 2, 0.02), 0.98)) for low, high in zip((0.0, *CELLS), (*CELLS, 1.0)))
+UNKNOWN = around(KEPT)
+
+
+class Frequencies:
+    """Of some cells and both moods, how often what is in them comes true; each shrunk towards a prior."""
+
+    def __init__(self, cells: int):
+        self.came = [[0.0] * cells, [0.0] * cells]
+        self.seen = [[0.0] * cells, [0.0] * cells]
+
+    def rates(self, cell: int, prior: Pair) -> Pair:
+        (low, high), (n, m) = self.came, self.seen
+        return (
+            (low[cell] + STRENGTH * prior[0]) / (n[cell] + STRENGTH),
+            (high[cell] + STRENGTH * prior[1]) / (m[cell] + STRENGTH),
+        )
+
+    def add(self, cell: int, came: float, weights: Pair) -> None:
+        """It came true or not, or was as likely as `came`; weights: how far each mood is held to have been the one."""
+        for weight, comes, seen in zip(weights, self.came, self.seen):
+            left = 1 - FORGET * weight
+            comes[cell] = comes[cell] * left + came * weight
+            seen[cell] = seen[cell] * left + weight
+
+    def fade(self) -> None:
+        for side in (*self.came, *self.seen):
+            side[:] = [n * FADING for n in side]
+
+
+class Mood:
+    """Of one sequence and drafter: how far it is believed to be in the high mood."""
+
+    def __init__(self) -> None:
+        self.high = 0.5
+
+    @property
+    def belief(self) -> Pair:
+        return 1 - self.high, self.high
+
+    def weigh(self, chances: Pair, kept: bool) -> Pair:
+        """What is believed after a node with these chances was kept or not."""
+        low, high = chances if kept else (1 - chances[0], 1 - chances[1])
+        low, high = low * (1 - self.high), high * self.high
+        self.high = high / max(low + high, 1e-12)
+        return self.belief
+
+    def fade(self, common: float) -> None:
+        """A token further on. common: how common the high mood is."""
+        self.high += CHANGES * (common - self.high)
+
+
+class Verdicts:
+    """Frequencies of what is kept, and how common the high mood is."""
+
+    def __init__(self, cells: int):
+        self.kept = Frequencies(cells)
+        self.common = 0.5
+        self._learned = 0
+
+    @property
+    def high_is_known(self) -> bool:
+        """Whether anything was seen of the high mood."""
+        return sum(self.kept.seen[1]) > KNOWN
+
+    def learn(self, cell: int, prior: Pair, kept: bool, mood: Mood) -> None:
+        """A node was kept or not."""
+        weights = mood.weigh(self.kept.rates(cell, prior), kept)
+        self.kept.add(cell, kept, weights)
+        self._learned += 1
+        self.common += max(SLOWLY, 1 / (self._learned + 10)) * (mood.high - self.common)
+        self.common = min(max(self.common, RARE if self.high_is_known else RARE / 10), 1 - RARE)
+        mood.fade(self.common)
+
+
+class Acceptance:
+    """Of one drafter, over all sequences of a session."""
+
+    def __init__(self) -> None:
+        self._nodes = Verdicts(len(CELLS) + 1 + DEPTHS + 1)  # by score, and by depth where there is none
+        self._depths = Verdicts(DEPTHS + 1)
+        self._drafted = Frequencies(DEPTHS + 1)
+        self._rounds = 0
+
+    def _cell(self, score: float | None, depth: int) -> tuple[int, Pair]:
+        """The cell of a node, and what is expected of it before anything is known."""
+        if score is not None:
+            cell = bisect(CELLS, score)
+            return cell, SCORED[cell]
+        first = len(CELLS) + 1
+        return first + min(depth, DEPTHS), UNKNOWN if depth == 1 else self._nodes.kept.rates(first + 1, UNKNOWN)
+
+    @property
+    def changes(self) -> float:
+        """How often a high mood begins, by round; 0 as long as none is known."""
+        return CHANGES * self._depths.common if self._depths.high_is_known else 0.0
+
+    def ahead(self, depth: int, belief: Pair) -> tuple[list[float], list[float]]:
+        """For each depth from 0 to `depth`, of a draft that may go so deep: the chance that a node is drafted there and kept with all
+        above it; and that one is drafted.
+        """
+        low, high = low_goes, high_goes = belief
+        kept, drafted = [1.0], [1.0]
+        prior, goes = UNKNOWN, (1.0, 1.0)
+        for k in range(1, depth + 1):
+            at = min(k, DEPTHS)
+            prior = self._depths.kept.rates(at, prior)
+            goes = self._drafted.rates(at, goes)
+            low, high = low * prior[0], high * prior[1]
+            low_goes, high_goes = low_goes * goes[0], high_goes * goes[1]
+            kept.append(low + high)
+            drafted.append(low_goes + high_goes)
+        return kept, drafted
+
+    def reach(self, tree: DraftTree, mood: Mood) -> list[float]:
+        """The chance of each node to be kept with all above it. A mood lasts for a draft."""
+        score, parents, depths = tree.score, tree.parents, tree.depths
+        lows, highs, reach = [1 - mood.high], [mood.high], [1.0]
+        known: dict[int, Pair] = {}
+        rates = self._nodes.kept.rates
+        for node in range(1, len(parents)):
+            cell, prior = self._cell(score[node] if score else None, depths[node])
+            if cell not in known:
+                known[cell] = rates(cell, prior)
+            down, up = known[cell]
+            parent = parents[node]
+            lows.append(lows[parent] * down)
+            highs.append(highs[parent] * up)
+            reach.append(lows[node] + highs[node])
+            if reach[node] < NEVER and tree.is_chain:  # nor anything below it
+                return reach + [0.0] * (len(parents) - node - 1)
+        return reach
+
+    def learn_nodes(self, nodes: Iterable[tuple[float | None, int, bool]], mood: Mood) -> None:
+        """Verified nodes whose parents were kept: score, depth, whether they were kept."""
+        for score, depth, kept in nodes:
+            self._nodes.learn(*self._cell(score, depth), kept, mood)
+
+    def learn_depths(self, kept: int, verified: int, chances: list[float], allowed: int, mood: Mood) -> None:
+        """What came of a draft that might have had `allowed` levels: for each level that it had, the chance that it was given, if all above
+        it was kept. Some levels were verified, some of these kept.
+        """
+        drafted = len(chances)
+        before = mood.belief
+        prior = UNKNOWN
+        for k in range(1, min(drafted + 1, allowed) + 1):
+            at = min(k, DEPTHS)
+            prior = self._depths.kept.rates(at, prior)
+            if k <= verified:
+                if k <= kept + 1:
+                    self._depths.learn(at, prior, k <= kept, mood)
+            elif kept == verified:  # not verified, but the drafter's guess is known; or there was none
+                self._depths.kept.add(at, chances[k - 1] if k <= drafted else 0.0, mood.belief)
+            self._drafted.add(at, k <= drafted, before)
+
+    def fade(self) -> None:
+        """A round in which the drafter was asked is over."""
+        self._rounds += 1
+        if self._rounds % FADES == 0:
+            for frequencies in (self._nodes.kept, self._depths.kept, self._drafted):
+                frequencies.fade()
+
+    def pass_by(self, nodes: Mood, depths: Mood) -> None:
+        """A round of a sequence without news."""
+        nodes.fade(self._nodes.common)
+        depths.fade(self._depths.common)

@@ -1,0 +1,472 @@
+"""Decides in every round, for every sequence, which drafter is asked, how far it may draft, and how much of the draft is verified.
+
+The goal is tokens per second. A choice is worth its expected tokens minus its expected seconds times the throughput that is being
+achieved: the one with the most worth, of all sizes on offer and not only of the next larger, is the one that maximises tokens over time
+(Dinkelbach 1967), on any curve of costs. The throughput is that of the choices made lately, and never less than plain decoding's.
+
+Drafters whose draft costs next to nothing are asked first; what they return is cut to the nodes worth verifying. A drafter that pays for
+each level is asked when what may be expected of it, by depth, is worth more than that; it learns from the price of a row and of a step
+where to stop. A drafter that is not worth asking is left alone, and tried again after pauses that double and cost a hundredth at most.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Callable, NamedTuple
+from typing import Sequence as Many
+from weakref import WeakKeyDictionary
+
+from ..decode import Pace, Sequence
+from ..drafters.auto import ask_part, parts_of
+from ..drafters.base import Ask, Drafter, NoDrafter, Work
+from ..targets.base import Target
+from ..trace import Round
+from ..tree import Budget, DraftTree
+from .acceptance import HIGH, Pair
+from .costs import Curve
+from .parts import Part, Plan, Stance, Track
+
+MOST = 64
+"""Nodes that a drafter is ever asked for, where nobody says."""
+LEVELS = 16
+"""Levels that a drafter is asked for which pays for each."""
+PROBES = 0.01
+"""Most of the time that goes into trying drafters that did not pay."""
+PAUSE = 8
+"""Longest pause, in rounds, of a drafter whose probes cost less than that."""
+RECENT = 0.93
+"""Weight of the throughput so far, with each round."""
+LATELY = 0.9
+"""The same of what asking a drafter was worth."""
+ENOUGH = 16
+"""Nodes that a drafter is asked for whose drafts cost next to nothing; more where many were wanted."""
+UNLIKELY = 0.02
+"""A node less likely than this is not asked for."""
+PLAIN = 32
+"""After so many rounds without a plain one there is one, for all is measured by it; more where it would be missed more."""
+LEAST = 1e-9
+"""Worth of what is verified to learn from it."""
+BAND = 1024
+"""Tokens of context from which on each doubling has costs of its own."""
+WARM_UP = (1, 8, 4, 2, 16, 6, 12, 3)
+"""Rows of the passes that are timed at the start, in this order, as long as there is time."""
+
+
+class Offer(NamedTuple):
+    """A draft with what it is worth. reach: the chance of each node, the anchor's first; order: its nodes, the likeliest first;
+    taken: how many of these are worth verifying.
+    """
+
+    worth: float
+    part: int
+    tree: DraftTree
+    reach: list[float]
+    order: list[int]
+    taken: int
+
+
+class Calibrator(Pace):
+    """A Pace that decides by what it measures. One serves all sequences of a session.
+
+    drafter: of the sequences that have none of their own. most: nodes in a round. clock: nanoseconds, for what drafts cost.
+    """
+
+    def __init__(self, drafter: Drafter, most: int = MOST, clock: Callable[[], int] = time.perf_counter_ns):
+        self.drafter = drafter
+        self.most = most
+        self.deciding_ns = 0
+        """Time spent here, drafters apart."""
+        self._clock = clock
+        self._parts: WeakKeyDictionary[Drafter, Part] = WeakKeyDictionary()
+        self._tracks: WeakKeyDictionary[Sequence, Track] = WeakKeyDictionary()
+        self._bands: dict[int, Curve] = {}
+        self._pass = Curve()
+        self._tokens = self._seconds = 0.0
+        self._plain = self._rate = 1.0
+        """Seconds of a plain round, and tokens a second that are being achieved."""
+        self._active: list[Track] = []
+        self._learned: list[Round] = []
+        self._since_plain = 0
+
+    # ---- before the drafts -----------------------------------------------------------------------------------------------
+
+    def budgets(self, sequences: Many[Sequence]) -> list[Budget]:
+        began = time.perf_counter_ns()
+        self._digest()
+        self._pass = self._band(max(len(s.tokens) for s in sequences))
+        self._active = [self._track(s) for s in sequences]
+        self._tokens *= RECENT
+        self._seconds *= RECENT
+        base = len(sequences)
+        self._plain = plain = self._pass(base)
+        self._rate = rate = max(self._tokens / self._seconds, base / plain) if self._seconds else base / plain
+        self._since_plain += 1
+        is_due = self._since_plain > PLAIN * (rate * plain / base) ** 4 or not self._pass.knows(base)
+        made = []
+        for s, track in zip(sequences, self._active):
+            track.plan = Plan() if is_due else self._planned(s, track, plain, rate)
+            made.append(self._budget(track.plan, s.sampler.matcher is not None))
+        if not any(budget.nodes for budget in made):
+            self._expect(float(len(made)), plain)
+        self.deciding_ns += time.perf_counter_ns() - began
+        return made
+
+    def _track(self, s: Sequence) -> Track:
+        track = self._tracks.get(s)
+        if track is None:
+            drafters = parts_of(s.drafter or self.drafter)
+            for drafter in drafters:
+                if drafter not in self._parts:
+                    self._parts[drafter] = Part(drafter)
+            track = self._tracks[s] = Track([self._parts[d] for d in drafters if not isinstance(d, NoDrafter)])
+        return track
+
+    def _band(self, length: int) -> Curve:
+        """The costs of passes over about this much context; at first those of the nearest that was measured."""
+        band = (length // BAND).bit_length()
+        if band not in self._bands:
+            near = min(self._bands, key=lambda other: abs(other - band), default=None)
+            self._bands[band] = Curve() if near is None else self._bands[near].copy()
+        return self._bands[band]
+
+    def _expect(self, tokens: float, seconds: float) -> None:
+        """A round has been decided that is expected to give so much."""
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def _planned(self, s: Sequence, track: Track, plain: float, rate: float) -> Plan:
+        """Whom to ask, and how far the one that costs may go."""
+        plan = Plan()
+        track.rounds += 1
+        for i, (part, stance) in enumerate(zip(track.parts, track.stances)):
+            limit = self._limit(part, s)
+            part.acceptance.pass_by(stance.nodes, stance.depths)
+            if limit <= 0:
+                continue
+            if part.is_free(plain):
+                if track.rounds >= stance.resume:
+                    plan.free.append(i)
+                continue
+            limit = min(limit, LEVELS, 2 * part.deepest)
+            worth, depth, step = self._ahead(part, stance.depths.belief, limit, plain, rate)
+            feeding = part.feeding * max(len(s.tokens) - stance.seen - LEVELS, 0)
+            worth -= rate * feeding / max(min(s.room, 128) / 4, 1)  # it is to be of use for a while
+            is_probe = False
+            if worth > 0:
+                stance.pause = 0
+            elif track.rounds >= stance.resume:
+                rows = self._pass(len(self._active) + round(depth * part.rows)) - plain
+                good = self._ahead(part, HIGH, limit, plain, rate)[0] * part.acceptance.changes
+                self._wait(stance, track.rounds, part.seconds(depth, plain) + rows + feeding, good, plain)
+                worth, is_probe = 1e9, True
+            if worth > plan.worth:
+                plan.is_probe = is_probe
+                plan.paid, plan.worth, plan.depth, plan.step = i, worth, depth, step
+        return plan
+
+    def _limit(self, part: Part, s: Sequence) -> int:
+        """How deep a draft may be."""
+        limit = min(self.most, s.room - 1)
+        if part.context_length is not None:
+            limit = min(limit, part.context_length - len(s.tokens))
+        return limit if part.most_depth is None else min(limit, part.most_depth)
+
+    def _ahead(self, part: Part, belief: Pair, limit: int, plain: float, rate: float) -> tuple[float, int, float]:
+        """The most that a draft can be expected to be worth, over all depths, and the depth; and how likely a draft must be for a
+        further step: as likely as makes the best number of further steps worth their cost.
+        """
+        kept, drafted = part.acceptance.ahead(limit, belief)
+        base = len(self._active)
+        rows = [self._pass(base + round(k * part.rows)) for k in range(limit + 1)]
+        steps = [part.seconds(k, plain) for k in range(limit + 1)]
+        best, depth = -1e9, 1
+        tokens, seconds = 0.0, steps[0]
+        gained, spent = [0.0], [0.0]
+        for k in range(1, limit + 1):
+            tokens += kept[k]
+            seconds += drafted[k] * (steps[k] - steps[k - 1] + rows[k] - rows[k - 1])
+            gained.append(tokens)
+            spent.append(steps[k] + rows[k])
+            if tokens - rate * seconds > best:
+                best, depth = tokens - rate * seconds, k
+        further = [
+            rate * (spent[k] - spent[1]) * gained[1] / (gained[k] - gained[1])
+            for k in range(2, depth + 1)
+            if gained[k] > gained[1]
+        ]
+        return best, depth, min(max(min(further, default=0.0), 0.0), 1.0)
+
+    def _wait(self, stance: Stance, now: int, cost: float, good: float, plain: float) -> None:
+        """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost a `PROBES` part of the time. Where good moods
+        are known to come, not longer than loses the least by looking and by missing them together.
+
+        cost: of a probe, in seconds. good: what a round in a good mood is worth, times how often one begins.
+        """
+        dear = cost / (PROBES * plain)
+        stance.pause = int(min(max(2 * stance.pause, dear / 4, 1), max(PAUSE, dear)))
+        if good > 0:
+            stance.pause = min(stance.pause, max(int((2 * cost / plain / good) ** 0.5), 1))
+        stance.resume = now + stance.pause
+
+    def _budget(self, plan: Plan, has_grammar: bool) -> Budget:
+        """All that any of the planned parts may need; a grammar may force tokens where none is asked."""
+        if plan.free or has_grammar:
+            return Budget(self.most, self.most, UNLIKELY, plan.step)
+        return Budget(self.most, plan.depth, UNLIKELY, plan.step) if plan.paid is not None else Budget(0, 0)
+
+    # ---- the drafts --------------------------------------------------------------------------------------------------------
+
+    def propose(self, drafter: Drafter, sequences: Many[Sequence], work: Work) -> list[DraftTree]:
+        began = time.perf_counter_ns()
+        tracks = [self._tracks[s] for s in sequences]
+        rate = self._rate
+        best: list[Offer | None] = [None] * len(work)
+        for i in dict.fromkeys(i for track in tracks for i in track.plan.free):
+            asked = [n for n, track in enumerate(tracks) if i in track.plan.free]
+            for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
+                best[n] = _better(best[n], self._judge(tracks[n], offer, rate))
+        for i in dict.fromkeys(track.plan.paid for track in tracks if track.plan.paid is not None):
+            asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.worth > _worth(best[n])]
+            for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
+                if tracks[n].plan.is_probe and offer.order:
+                    offer = offer._replace(taken=len(offer.order), worth=max(offer.worth, _worth(best[n]) + 1))
+                if offer.tree.q is not None or offer.worth > _worth(best[n]):  # what was drawn is verified
+                    best[n] = offer
+                else:
+                    track, plan = tracks[n], tracks[n].plan
+                    part, mood = track.parts[i], track.stances[i].depths
+                    allowed = min(plan.depth, work[n].budget.depth)
+                    part.acceptance.learn_depths(0, 0, _by_level(offer), allowed, mood)
+        trees = self._cut(tracks, work, best, rate)
+        self.deciding_ns += time.perf_counter_ns() - began
+        return trees
+
+    def _offers(self, drafter: Drafter, i: int, asked: Many[int], tracks: Many[Track], work: Work, rate: float) -> list[Offer]:
+        """What part `i` offers to those that ask it. Its cost is learned."""
+        if not asked:
+            return []
+        part, plain = tracks[asked[0]].parts[i], self._plain
+        asks = []
+        for n in asked:
+            ask, plan = work[n], tracks[n].plan
+            if i == plan.paid:
+                depth = min(plan.depth, ask.budget.depth)
+                nodes, step = depth * part.nodes, plan.step
+            else:
+                depth, nodes, step = ask.budget.depth, max(int(2 * part.wanted), ENOUGH), 0.0
+            budget = Budget(min(nodes, ask.budget.nodes), depth, UNLIKELY, step)
+            asks.append(ask._replace(budget=budget))
+        began, real = self._clock(), time.perf_counter_ns()
+        trees = ask_part(drafter, i, asks)
+        spent = (self._clock() - began) / len(asked) / 1e9
+        self.deciding_ns -= time.perf_counter_ns() - real
+        self._learn_draft(part, [tracks[n] for n in asked], i, asks, trees, spent)
+        if i == tracks[asked[0]].plan.paid:
+            self._expect(0.0, part.seconds(max(tree.depth for tree in trees), plain) * len(asked))
+        return [self._offer(tracks[n], i, tree, ask, rate) for n, tree, ask in zip(asked, trees, asks)]
+
+    def _learn_draft(
+        self, part: Part, tracks: Many[Track], i: int, asks: Many[Ask], trees: Many[DraftTree], spent: float
+    ) -> None:
+        """What a draft took; of tokens that had to be caught up with, what each took besides."""
+        levels, plain = max(tree.depth for tree in trees), self._plain
+        missed = 0
+        for track, ask in zip(tracks, asks):
+            stance = track.stances[i]
+            missed += max(len(ask.tokens) - stance.seen - LEVELS, 0)
+            stance.seen = len(ask.tokens)
+            part.deepest = max(part.deepest, ask.budget.depth if i == track.plan.paid else 0)
+        if not missed:
+            part.cost.add(levels, spent)
+        else:
+            more = max(spent - part.seconds(levels, plain), 0.0) * len(asks) / missed
+            part.feeding += (more - part.feeding) * (0.3 if part.feeding else 1.0)
+
+    def _offer(self, track: Track, i: int, tree: DraftTree, ask: Ask, rate: float) -> Offer:
+        """A draft with what is worth verifying of it: of all sizes the one whose tokens exceed its rows' cost the most."""
+        if len(tree) == 1:
+            return Offer(0.0, i, tree, [1.0], [], 0)
+        reach = track.parts[i].acceptance.reach(tree, track.stances[i].nodes)
+        order = list(range(1, len(tree)))
+        if not tree.is_chain:
+            order.sort(key=lambda node: -reach[node])
+        line, base = self._pass.line(len(self._active) + len(tree)), len(self._active)
+        price = rate * self._pass.drift
+        gained = best = 0.0
+        taken = 0
+        for size, node in enumerate(order[: self._known(base)], 1):
+            gained += reach[node]
+            worth = gained - price * (line[base + size] - line[base])
+            if worth > best:
+                best, taken = worth, size
+        if tree.q is not None:
+            taken = len(order)
+            best = sum(reach) - 1 - price * (line[base + taken] - line[base])
+        return Offer(best, i, tree, reach, order, taken)
+
+    def _known(self, base: int) -> int:
+        """Rows that a pass of `base` rows may have besides: not many more than were ever measured."""
+        return max(2 * self._pass.most - base, 8)
+
+    def _judge(self, track: Track, offer: Offer, rate: float) -> Offer:
+        """What asking a free part was worth; one that is worth nothing for a while is given a pause. Now and then a node of a draft that
+        is worth nothing is verified all the same, or nothing would be learned.
+        """
+        part, stance = track.parts[offer.part], track.stances[offer.part]
+        part.wanted += 0.2 * (offer.taken - part.wanted) if offer.taken < part.wanted else offer.taken - part.wanted
+        plain = self._plain
+        cost = part.seconds(len(offer.tree) - 1, plain)
+        worth = offer.worth - rate * cost
+        stance.worth = worth if stance.worth is None else stance.worth + (1 - LATELY) * (worth - stance.worth)
+        if offer.worth > 0:
+            stance.worth = max(stance.worth, 0.1 * worth)
+            stance.pause = stance.resume = 0
+        elif stance.worth <= 0:
+            self._wait(stance, track.rounds, cost, 0.0, plain)
+        if offer.order and not offer.taken:
+            stance.idle += 1
+            if stance.idle * PROBES * plain > self._pass(len(self._active) + 1) - plain:
+                stance.idle = 0
+                return offer._replace(taken=1, worth=LEAST)
+        return offer
+
+    def _cut(self, tracks: Many[Track], work: Work, best: list[Offer | None], rate: float) -> list[DraftTree]:
+        """What is verified: of all nodes of all sequences the likeliest, as many as are worth it together."""
+        if len(best) > 1:
+            best = self._shared(best, rate)
+        made, tokens, rows = [], 0.0, 0
+        for track, ask, offer in zip(tracks, work, best):
+            plan = track.plan
+            if offer is None:
+                made.append(DraftTree.chain(ask.tokens[-1]))
+                continue
+            plan.chosen, plan.tree = offer.part, _cut_to(offer)
+            if offer.part == plan.paid:
+                plan.chances, plan.allowed = _by_level(offer), min(plan.depth, ask.budget.depth)
+            made.append(plan.tree)
+            tokens += sum(offer.reach[node] for node in offer.order[: offer.taken])
+            rows += offer.taken
+        base = len(self._active)
+        self._expect(base + tokens, self._pass(base + rows))
+        return made
+
+    def _shared(self, best: list[Offer | None], rate: float) -> list[Offer | None]:
+        """Rows shared out among sequences: their drafts compete for one pass."""
+        offers = [(n, offer) for n, offer in enumerate(best) if offer is not None]
+        drawn = sum(offer.taken for _, offer in offers if offer.tree.q is not None)
+        pool = [
+            (-offer.reach[node], place, n)
+            for n, offer in offers
+            if offer.tree.q is None
+            for place, node in enumerate(offer.order)
+        ]
+        pool.sort()
+        base = len(self._active) + drawn
+        line, price = self._pass.line(base + len(pool)), rate * self._pass.drift
+        gained = most = 0.0
+        size = 0
+        for many, (minus, _, _) in enumerate(pool[: self._known(base)], 1):
+            gained -= minus
+            worth = gained - price * (line[base + many] - line[base])
+            if worth > most:
+                most, size = worth, many
+        taken = dict.fromkeys(range(len(best)), 0)
+        for _, _, n in pool[:size]:
+            taken[n] += 1
+        return [
+            offer if offer is None or offer.tree.q is not None else offer._replace(taken=taken[n])
+            for n, offer in enumerate(best)
+        ]
+
+    # ---- after a round -----------------------------------------------------------------------------------------------------
+
+    def learn(self, rounds: Many[Round]) -> None:
+        self._learned = list(rounds)
+
+    def _digest(self) -> None:
+        """Learn from the last rounds: here, so that all deciding is in one place of a round."""
+        rounds, self._learned = self._learned, []
+        if not rounds:
+            return
+        if any(r.number for r in rounds):  # first rounds are slow
+            seconds = sum(r.times.total - r.times.propose for r in rounds) / 1e9
+            self._pass.add(rounds[0].rows, seconds)
+            if rounds[0].rows == len(rounds):
+                self._since_plain = 0
+        for track, r in zip(self._active, rounds):
+            if track.plan.chosen is not None and r.error is None:
+                self._learn_verdicts(track, track.plan.chosen, r)
+
+    def _learn_verdicts(self, track: Track, i: int, r: Round) -> None:
+        part, stance, plan = track.parts[i], track.stances[i], track.plan
+        part.acceptance.fade()
+        assert plan.tree is not None
+        size = len(plan.tree)
+        if r.tokens[:size] != plan.tree.tokens:  # a grammar took something out of it
+            return
+        path = {node for node in r.path if node < size}  # what it added is not the drafter's
+        depths = [0]
+        nodes = []
+        for node, parent in enumerate(r.parents[1:size], 1):
+            depths.append(depths[parent] + 1)
+            if parent in path:
+                nodes.append((r.score[node] if r.score else None, depths[node], node in path))
+        part.acceptance.learn_nodes(nodes, stance.nodes)
+        if i == plan.paid:
+            verified = max(depths)
+            part.acceptance.learn_depths(len(path) - 1, verified, plan.chances, plan.allowed, stance.depths)
+            if verified:
+                part.rows += 0.1 * ((size - 1) / verified - part.rows)
+
+    # ---- at the start --------------------------------------------------------------------------------------------------------
+
+    def warm_up(self, target: Target, tokens: Many[int], seconds: float = 1.0) -> None:
+        """Time a few passes of different sizes over different tokens of a text, for at most about so long. The cache is given back."""
+        curve = self._band(len(tokens))
+        slot = target.open()
+        try:
+            began = self._clock()
+            half = len(tokens) // 2
+            for _ in target.prefill(slot, tokens[:half]):
+                pass
+            for turn in range(3):
+                for rows in WARM_UP:
+                    if half + rows > len(tokens) or (turn and self._clock() - began > seconds * 1e9):
+                        continue
+                    started = self._clock()
+                    target.forward([(slot, DraftTree.chain(tokens[half], tokens[half + 1 : half + rows]))])
+                    target.commit(slot, ())
+                    curve.add(rows, (self._clock() - started) / 1e9)
+        finally:
+            target.close(slot)
+
+
+def _worth(offer: Offer | None) -> float:
+    return 0.0 if offer is None else offer.worth
+
+
+def _better(one: Offer | None, other: Offer) -> Offer | None:
+    """The offer that is worth more, if it is worth anything."""
+    return other if other.worth > _worth(one) else one
+
+
+def _by_level(offer: Offer) -> list[float]:
+    """For each level of a draft, the chance that it is reached from the one above."""
+    reach = [0.0] * (offer.tree.depth + 1)
+    for chance, depth in zip(offer.reach, offer.tree.depths):
+        reach[depth] += chance
+    return [min(here / above, 1.0) if above else 0.0 for above, here in pairwise(reach)]
+
+
+def _cut_to(offer: Offer) -> DraftTree:
+    """The draft without what is not worth verifying."""
+    tree, taken = offer.tree, offer.taken
+    if taken == len(tree) - 1:
+        return tree
+    if tree.is_chain:
+        kept = [True] * (taken + 1) + [False] * (len(tree) - taken - 1)
+    else:
+        best = {0, *offer.order[:taken]}
+        kept = [node in best for node in range(len(tree))]
+    return tree.prune(kept)

@@ -1,0 +1,93 @@
+"""What is known about a drafter, about a sequence, and what is planned for a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Sequence
+
+from ..drafters.base import Drafter
+from ..tree import DraftTree
+from .acceptance import Acceptance, Mood
+from .costs import Curve
+
+FREE = 0.02
+"""A draft below this share of a plain round is next to nothing: its drafter is asked before anything is decided."""
+TYPICAL = 8
+"""Levels of a draft that are looked at for that."""
+
+
+class Part:
+    """A drafter that can be asked: what a session has learned about it."""
+
+    def __init__(self, drafter: Drafter):
+        self.name = drafter.name
+        self.context_length = drafter.context_length
+        self.most_depth = drafter.most_depth
+        self.acceptance = Acceptance()
+        self.cost = Curve()
+        """Seconds of a draft by its levels."""
+        self.feeding = 0.0
+        """Seconds for a token that it has missed."""
+        self.rows = 2.0 if drafter.drafts_trees else 1.0
+        """Rows for each level of its drafts."""
+        self.nodes = 4 if drafter.drafts_trees else 1
+        """Nodes that it is asked for, for each level."""
+        self.deepest = 4
+        """Most levels that it was asked for."""
+        self.wanted = 8.0
+        """Nodes that were worth verifying, lately."""
+        self._guess = getattr(drafter, "least", 0.0)
+
+    def seconds(self, levels: int, plain: float) -> float:
+        """What a draft of so many levels costs. plain: a plain round; before it is measured, a share of that is guessed for each level."""
+        return self.cost(levels) if self.cost.is_measured else self._guess * levels * plain
+
+    def is_free(self, plain: float) -> bool:
+        return self.seconds(TYPICAL, plain) < FREE * plain
+
+
+class Stance:
+    """How one sequence stands to one part."""
+
+    def __init__(self) -> None:
+        self.nodes = Mood()
+        self.depths = Mood()
+        self.worth: float | None = None
+        """Tokens that asking it was worth, lately."""
+        self.idle = 0
+        """Rounds in which nothing that it offered was verified."""
+        self.pause = 0
+        self.resume = 0
+        """Not asked before this round of the sequence."""
+        self.seen = 0
+        """Tokens of the sequence when it was last asked."""
+
+
+@dataclass
+class Plan:
+    """One sequence's round. free: parts to ask at once; paid: one to ask if that is worth more, to this depth, perhaps as a probe;
+    step: its price.
+
+    chosen, tree: whose draft is verified, and what of it. chances: of its levels before it was cut; allowed: levels it might have had.
+    """
+
+    free: list[int] = field(default_factory=list)
+    paid: int | None = None
+    is_probe: bool = False
+    worth: float = 0.0
+    depth: int = 0
+    step: float = 0.0
+    chosen: int | None = None
+    tree: DraftTree | None = None
+    chances: list[float] = field(default_factory=list)
+    allowed: int = 0
+
+
+class Track:
+    """One sequence: how it stands to each part, and its plan for this round."""
+
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = parts
+        self.stances = [Stance() for _ in parts]
+        self.rounds = 0
+        self.plan = Plan()
