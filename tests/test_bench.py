@@ -177,7 +177,7 @@ def test_sampled_texts_are_compared_only_with_a_seed(prompts):
 
 
 def test_a_drafter_that_drafts_nothing_fails_the_run(prompts):
-    result = bench("--prompts", prompts, "-d", "replay", "-d", "suffix")
+    result = bench("--prompts", prompts, "-d", "replay", "-d", "suffix", "--draft", "8")
     assert result.exit_code == 1
     assert "DRAFTED NOTHING" in result.stdout and result.stderr.count("DRAFTED NOTHING") == 1
 

@@ -200,8 +200,8 @@ class Row:
 
     @property
     def drafted_nothing(self) -> bool:
-        """Where something should have been: of ``auto`` it may be the decision."""
-        return self.configuration.drafter not in (PLAIN, "auto") and self.statistics.proposed == 0
+        """Where something should have been: with the draft length ``auto`` it may be the decision."""
+        return not self.configuration.is_plain and self.configuration.draft != "auto" and self.statistics.proposed == 0
 
 
 def summarise(runs: Iterable[Run], by_category: bool = False) -> list[Row]:
