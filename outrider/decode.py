@@ -21,7 +21,7 @@ from .logprobs import logprobs_of
 from .sampling import Sampler, SamplingParams
 from .targets.base import Slot, Target
 from .text import Detokenizer, find_stop, held_back
-from .trace import Round, Times
+from .trace import Clock, Round
 from .tree import Budget, DraftTree
 
 ALONE = 512
@@ -342,7 +342,7 @@ def close_sequence(target: Target, sequence: Sequence) -> None:
 
 def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -> list[Round]:
     """One round of every active sequence, through one pass of the target."""
-    clock = _Clock()
+    clock = Clock()
     drafters = [s.drafter or drafter for s in active]
     budgets = [_within_limits(*each) for each in zip(pace.budgets(active), active, drafters, strict=True)]
     trees = _propose(drafters, active, budgets, pace, target.vocab_size)
@@ -491,17 +491,3 @@ def _q_of(tree: DraftTree) -> tuple[float | None, ...]:
 def _with_draws(tests: tuple[accept.Test, ...], numbers: list[float]) -> tuple[accept.Test, ...]:
     """The tests with the numbers that decided them; rules that toss for one test toss for each, in order."""
     return tuple(replace(test, draw=number) for test, number in zip(tests, numbers, strict=True)) if numbers else tests
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self._last = time.perf_counter_ns()
-        self._laps: dict[str, int] = {}
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter_ns()
-        self._laps[phase] = now - self._last
-        self._last = now
-
-    def share(self, among: int, prefill: int) -> Times:
-        return Times(prefill=prefill, **{phase: ns // among for phase, ns in self._laps.items()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
@@ -50,6 +51,22 @@ class Times:
     def total(self) -> int:
         """All phases after the prefill."""
         return self.propose + self.forward + self.probabilities + self.accept + self.cut + self.commit + self.observe
+
+
+class Clock:
+    """Measures the phases of a round, one after the other."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter_ns()
+        self._laps: dict[str, int] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter_ns()
+        self._laps[phase] = now - self._last
+        self._last = now
+
+    def share(self, among: int, prefill: int) -> Times:
+        return Times(prefill=prefill, **{phase: ns // among for phase, ns in self._laps.items()})
 
 
 @dataclass(frozen=True)

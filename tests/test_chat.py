@@ -13,7 +13,7 @@ from tiny import tiny_tokenizer
 
 from outrider.chat import DIALECTS, END_THINK, THINK, Piece, Reader, ToolCall, Tools, abilities
 from outrider.errors import ParameterError
-from outrider.targets.transformers import HFTokenizer
+from outrider.targets.hf_tokenizer import HFTokenizer
 
 TOOL = (
     '{{ "# Tools" }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}'

@@ -22,7 +22,8 @@ from outrider.drafters import NoDrafter
 from outrider.engine import Engine
 from outrider.errors import CacheError, LoadError, ParameterError
 from outrider.targets import llama
-from outrider.targets.transformers import HFTokenizer, TransformersTarget
+from outrider.targets.hf_tokenizer import HFTokenizer
+from outrider.targets.transformers import TransformersTarget
 from outrider.text import Detokenizer
 from outrider.tree import DraftTree
 

@@ -92,7 +92,7 @@ def test_bytes_of_tokens_of_a_real_model(place: Path) -> None:
         pytest.skip(f"no {place}")
     from transformers import AutoTokenizer
 
-    from outrider.targets.transformers import HFTokenizer
+    from outrider.targets.hf_tokenizer import HFTokenizer
 
     check_bytes(HFTokenizer(AutoTokenizer.from_pretrained(place)))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from outrider.decode import Sequence
 from outrider.sampling import SamplingParams
+from outrider.targets.hf_tokenizer import HFTokenizer
 from outrider.targets.table import TableTarget
-from outrider.targets.transformers import HFTokenizer
 from outrider.text import REPLACEMENT, Detokenizer, alone, find_stop, held_back
 
 SMALL = st.text(alphabet="abc", max_size=14)

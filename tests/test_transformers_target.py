@@ -16,7 +16,8 @@ from outrider.drafters import NoDrafter
 from outrider.errors import LoadError, ParameterError
 from outrider.sampling import SamplingParams
 from outrider.targets import transformers as shipped
-from outrider.targets.transformers import HFTokenizer, TransformersTarget
+from outrider.targets.hf_tokenizer import HFTokenizer
+from outrider.targets.transformers import TransformersTarget
 from outrider.tree import DraftTree
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
