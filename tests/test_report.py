@@ -340,7 +340,7 @@ def test_an_interrupted_report_keeps_what_was_measured_and_goes_on(prompts, tmp_
         return generate(self, prompt, *args, **values)
 
     monkeypatch.setattr(outrider.Engine, "generate", counted)
-    first = bench(prompts, path, "-d", "suffix", tokens=16)
+    first = bench(prompts, path, "-d", "suffix", "--draft", "8", tokens=16)
     assert first.exit_code == 130 and "interrupted" in first.stderr
     kept = {p.name: p.read_bytes() for p in (path / "traces").iterdir()}
     assert len(kept) == 2
@@ -354,7 +354,7 @@ def test_an_interrupted_report_keeps_what_was_measured_and_goes_on(prompts, tmp_
         outrider.Engine, "generate", lambda self, *args, **values: (measured.append(1), generate(self, *args, **values))[1]
     )
     (path / "traces" / "t0-b001-r000-g0002.part").write_text("half a li")  # what a kill would leave
-    again = bench(prompts, path, "-d", "suffix", tokens=16)
+    again = bench(prompts, path, "-d", "suffix", "--draft", "8", tokens=16)
     assert again.exit_code == 0, again.output
     assert len(measured) == 2 + 2 * 2
     for name, content in kept.items():
@@ -470,7 +470,7 @@ def test_pairs_are_compared_prompt_by_prompt(folder, slow):
 
 def test_different_drafters_are_paired_when_each_report_has_one(prompts, tmp_path):
     for name in ("suffix", "lookup"):
-        assert bench(prompts, tmp_path / name, "-d", name, tokens=8).exit_code == 0
+        assert bench(prompts, tmp_path / name, "-d", name, "--draft", "8", tokens=8).exit_code == 0
     value = json.loads(call("report", tmp_path / "suffix", tmp_path / "lookup", "--json").stdout)
     named = {(row["a"], row["b"]) for row in value["rows"]}
     assert ("suffix draft 8 batch 1", "lookup draft 8 batch 1") in named and ("plain batch 1", "plain batch 1") in named

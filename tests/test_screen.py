@@ -86,7 +86,7 @@ def test_a_pipe_gets_the_text_alone():
 
 def test_the_demo_has_them_too():
     folder = str(tiny_folder(eos=None, context=2048))
-    terminal = Terminal("demo", "-t", folder, "--max-tokens", "40", "--only", "2")
+    terminal = Terminal("demo", "-t", folder, "-d", "suffix", "--draft", "8", "--max-tokens", "40", "--only", "2")
     assert terminal.end() == 0
     assert "\x1b[4;32m" in terminal.seen and " accepted" in terminal.plain
     assert re.search(r"In all: \d+\.\d\d times plain decoding with suffix .* accepted / \d+ proposed$", terminal.plain.rstrip())

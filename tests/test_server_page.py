@@ -22,7 +22,7 @@ def ask(opened: Any, text: str) -> None:
 
 def test_ask_and_see_it_stream(page: Any, server: Running) -> None:  # noqa: F811
     page.goto(server.url)
-    page.wait_for_function("document.getElementById('model').textContent === 'tiny'")
+    page.wait_for_function("() => document.getElementById('model').textContent === 'tiny'")
     page.fill("#temperature", "0")
     page.fill("#most", "150")
     page.evaluate("""() => {
@@ -48,11 +48,11 @@ def test_ask_and_see_it_stream(page: Any, server: Running) -> None:  # noqa: F81
 
 def test_stop_retry_and_go_on(page: Any, server: Running) -> None:  # noqa: F811
     page.goto(server.url)
-    page.wait_for_function("document.getElementById('model').textContent === 'tiny'")
+    page.wait_for_function("() => document.getElementById('model').textContent === 'tiny'")
     page.fill("#temperature", "0")
     page.fill("#most", "480")
     ask(page, "A long story")
-    page.wait_for_function("document.querySelector('article.assistant')?.textContent.length > 5")
+    page.wait_for_function("() => document.querySelector('article.assistant')?.textContent.length > 5")
     page.click("#stop")
     page.wait_for_selector("article.assistant footer:has-text('stopped')")
     server.until_idle(5)
@@ -64,8 +64,10 @@ def test_stop_retry_and_go_on(page: Any, server: Running) -> None:  # noqa: F811
     again = page.text_content("article.assistant")
     assert again.startswith(stopped[:40]) or stopped.startswith(again[:40])
     ask(page, "And then?")
-    page.wait_for_function("document.querySelectorAll('article.assistant footer').length === 2")
-    page.wait_for_function("document.querySelectorAll('article.assistant footer')[1].textContent.includes('from the cache')")
+    page.wait_for_function("() => document.querySelectorAll('article.assistant footer').length === 2")
+    page.wait_for_function(
+        "() => document.querySelectorAll('article.assistant footer')[1].textContent.includes('from the cache')"
+    )
     cached = page.locator("article.assistant footer").nth(1).text_content()
     assert " 0 of" not in cached, "the conversation so far is not computed again"
     page.click("#clear")
@@ -79,11 +81,11 @@ def test_trouble_is_shown(browser: Any) -> None:  # noqa: F811
         opened.wait_for_selector("article.trouble:has-text('API key')")
         opened.fill("#key", "secret")
         opened.press("#key", "Tab")
-        opened.wait_for_function("document.getElementById('model').textContent === 'tiny'")
+        opened.wait_for_function("() => document.getElementById('model').textContent === 'tiny'")
         opened.fill("#most", "5")
         ask(opened, "hello")
         opened.wait_for_selector("article.assistant footer:has-text('5 tokens')")
         ask(opened, "x" * 3000)
         opened.wait_for_selector("article.trouble:has-text('context')")
         ask(opened, "shorter")
-        opened.wait_for_function("document.querySelectorAll('article.assistant footer').length === 2")
+        opened.wait_for_function("() => document.querySelectorAll('article.assistant footer').length === 2")

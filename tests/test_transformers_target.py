@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -402,6 +402,8 @@ class FewTokens:
     """A tokenizer of 90 tokens for a model with 101 rows of logits."""
 
     eos_token_id = 7
+    all_special_ids = (7,)
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(0x4E00 + i): i for i in range(90)}

@@ -141,7 +141,7 @@ def test_view_after_a_run_shows_its_rounds(shown: list[str], tmp_path: Path) -> 
 def test_view_after_a_command_that_fails(shown: list[str], tmp_path: Path) -> None:
     """Rounds that were made are shown, and the exit code is the command's; without rounds there is nothing to show."""
     (tmp_path / "prompts.txt").write_text(PROMPT)
-    words = ("-t", target(), "-d", "replay", "--max-tokens", "4", "--prompts", tmp_path / "prompts.txt")
+    words = ("-t", target(), "-d", "replay", "--draft", "4", "--max-tokens", "4", "--prompts", tmp_path / "prompts.txt")
     result = call("bench", *words, "--view")
     assert result.exit_code == 1 and "DRAFTED NOTHING" in result.stderr and '"sequence": 1' in shown[0]
     result = call("run", "-t", "/no/such/model", "--view", PROMPT)

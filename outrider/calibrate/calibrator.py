@@ -156,7 +156,7 @@ class Calibrator(Pace):
             if worth > 0:
                 stance.pause = 0
             elif track.rounds >= stance.resume:
-                rows = self._pass(len(self._active) + round(depth * part.rows)) - plain
+                rows = max(self._pass(len(self._active) + round(depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 good = self._ahead(part, HIGH, limit, plain, rate)[0] * part.acceptance.changes
                 self._wait(stance, track.rounds, part.seconds(depth, plain) + rows + feeding, good, plain)
                 worth, is_probe = 1e9, True
