@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import LoadError
 from ..gguf_file import open_gguf
 from .checkpoint import Checkpoint
-from .gguf_checkpoint import keys, stored
+from .gguf_checkpoint import LAYER_KEYS, keys, stored
 
 ARCHITECTURE = "dflash"
 OUTER = {
@@ -37,17 +37,7 @@ INNER = {
     "ffn_down": "mlp.down_proj",
 }
 """The same of a layer's, without ``blk.N.`` and ``.weight``."""
-KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "num_hidden_layers": "block_count",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-}
+KEYS = {**LAYER_KEYS, "rope_theta": "rope.freq_base"}
 OPTIONAL = {"attention.value_length", "rope.dimension_count", "vocab_size", "sample_from_anchor", "attention.causal"}
 MASK = "tokenizer.ggml.mask_token_id"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gguf_file import FLOATS, Reader, add_key, open_gguf
 from .checkpoint import Checkpoint
-from .gguf_checkpoint import keys, stored
+from .gguf_checkpoint import LAYER_KEYS, keys, stored
 
 ARCHITECTURE = "eagle3"
 NAMES = {
@@ -42,17 +42,6 @@ NAMES = {
 """Of tensors: a checkpoint's name, and the file's."""
 ROTATED = {"layers.0.self_attn.q_proj.weight": "num_attention_heads", "layers.0.self_attn.k_proj.weight": "num_key_value_heads"}
 """Whose rows are permuted, and what counts their heads."""
-KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "num_hidden_layers": "block_count",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-}
-"""Of the decoder layer: the config's key, and the file's behind the architecture's name."""
 FLAGS = ("norm_before_residual", "norm_before_fc")
 OPTIONAL = {"attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count", "vocab_size", *FLAGS}
 ROPE = "outrider.rope_parameters"
@@ -65,9 +54,9 @@ def read(path: Path) -> Checkpoint:
     states = (
         "target_layers" if f"{ARCHITECTURE}.target_layers" in reader.kinds() else "extract_layers"
     )  # its name until summer 2026
-    known = {*KEYS.values(), *OPTIONAL, states, "target_hidden_size"}
+    known = {*LAYER_KEYS.values(), *OPTIONAL, states, "target_hidden_size"}
     values = keys(path, reader, ARCHITECTURE, known, OPTIONAL)
-    layer = {name: values[key] for name, key in KEYS.items() if key in values}
+    layer = {name: values[key] for name, key in LAYER_KEYS.items() if key in values}
     layer |= {"model_type": "llama", "hidden_act": "silu", "vocab_size": reader.length("tokenizer.ggml.tokens")}
     own = reader.values(ROPE)
     theta = values.get("rope.freq_base", 10000.0)
@@ -111,7 +100,7 @@ def write(
 ) -> None:
     """A head as a GGUF file.
 
-    layer: config of the decoder layer with the keys of `KEYS` and `rope_parameters`. states: the target's, by entry. flags: those of
+    layer: config of the decoder layer with the keys of `LAYER_KEYS` and `rope_parameters`. states: the target's, by entry. flags: those of
     `FLAGS`. tensors: by the names of `NAMES`, `d2t` as offsets. target: the target's own file, whose vocabulary is copied. Raises
     OSError where it cannot be written.
     """
@@ -119,7 +108,7 @@ def write(
 
     kinds = {kind: number for number, kind in FLOATS.items()}
     writer = GGUFWriter(path, ARCHITECTURE)
-    for name, key in KEYS.items():
+    for name, key in LAYER_KEYS.items():
         add = writer.add_float32 if isinstance(layer[name], float) else writer.add_uint32
         add(f"{ARCHITECTURE}.{key}", layer[name])
     rope = layer["rope_parameters"]

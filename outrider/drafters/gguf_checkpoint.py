@@ -13,6 +13,18 @@ from ..errors import LoadError
 from ..gguf_file import FLOATS, tensor
 from .checkpoint import Stored
 
+LAYER_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "num_hidden_layers": "block_count",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}
+"""Of decoder layers: the config's key, and the file's behind the architecture's name."""
+
 
 def keys(path: Path, reader: Any, architecture: str, known: Collection[str], optional: Collection[str]) -> dict[str, Any]:
     """The keys of the architecture, without its name. Raises LoadError for one that is not known, or missing and not optional."""
