@@ -1,11 +1,14 @@
 """The server under load: throughput with speculation beside without, and requests that bring a prediction.
 
-    python benchmarks/server.py load TARGET [--drafter suffix] [--draft auto] [--prompts SPEC_BENCH.jsonl] [--clients 1,2,4,8,16]
+    python benchmarks/server.py load TARGET [--drafter auto] [--draft auto] [--prompts SPEC_BENCH.jsonl] [--clients 1,2,4,8,16]
     python benchmarks/server.py prediction TARGET [--lines 150]
+
+The defaults of --drafter and --draft are the server's own. Results are saved in benchmarks/results, as server-KIND.json or as --name says.
 
 load: runs with and without speculation alternate. In a run each client sends its requests one after another; its throughput is all
 tokens over the run's time, prompts included. No prefix is kept between requests. The ratio's 95 % bound is Student's, over pairs.
-prediction: one file is to be copied with a small edit; the same greedy request with the old file as its prediction and without.
+prediction: one file is to be copied with a small edit; the same greedy request without speculation, without the prediction, and with the
+old file as its prediction. An answer may have as many tokens as the file: small models may not find the end.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ def main() -> None:
     prediction.add_argument("target")
     prediction.add_argument("--lines", type=int, default=150)
     for each in (load, prediction):
-        each.add_argument("--drafter", default="suffix")
-        each.add_argument("--draft", default="8")
+        each.add_argument("--drafter", default=outrider.engine.AUTO)
+        each.add_argument("--draft", default=outrider.engine.AUTO)
         each.add_argument("--name", default=None)
     arguments = parser.parse_args()
     asyncio.run((under_load if arguments.kind == "load" else with_prediction)(arguments))
@@ -65,10 +68,8 @@ class Running:
 
     def __init__(self, arguments: argparse.Namespace):
         draft = int(arguments.draft) if arguments.draft.isdecimal() else arguments.draft
-        self.engine = engine = outrider.load(arguments.target, arguments.drafter, draft=draft)
-        if hasattr(engine, "warm_up"):
-            engine.warm_up()
-        app = make_app(Served(NAME, engine), Options(Limits(prefixes=0)))
+        self.engine = outrider.load(arguments.target, arguments.drafter, draft=draft)
+        app = make_app(Served(NAME, self.engine), Options(Limits(prefixes=0)))
         self.server = Server(app, "127.0.0.1", 0)
 
     async def __aenter__(self) -> Running:
@@ -126,7 +127,7 @@ async def under_load(arguments: argparse.Namespace) -> None:
                 for on in (True, False) if pair % 2 else (False, True):
                     found[on].append(await run(server, asked, clients, arguments.tokens, on))
             levels.append(level(clients, found))
-            print(shown(levels[-1]))
+            print(shown(levels[-1]), flush=True)
     solo = next((max(each["on"], each["off"]) for each in levels if each["clients"] == 1), None)
     for each in levels:
         if solo:
@@ -156,7 +157,7 @@ async def run(server: Running, asked: Sequence[str], clients: int, tokens: int, 
 def level(clients: int, found: dict[bool, list[dict[str, float]]]) -> dict[str, Any]:
     ratios = [on["throughput"] / off["throughput"] for on, off in zip(found[True], found[False])]
     mean, n = statistics.fmean(ratios), len(ratios)
-    bound = mean - T95[n - 1] * statistics.stdev(ratios) / math.sqrt(n) if n > 1 else None
+    bound = mean - T95[min(n - 1, len(T95) - 1)] * statistics.stdev(ratios) / math.sqrt(n) if n > 1 else None
     made: dict[str, Any] = {"clients": clients, "ratio": mean, "bound": bound, "ratios": ratios}
     for on, name in ((True, "on"), (False, "off")):
         made[name] = statistics.fmean(each["throughput"] for each in found[on])
@@ -203,19 +204,21 @@ async def with_prediction(arguments: argparse.Namespace) -> None:
     predicted = {"prediction": {"type": "content", "content": f"```python\n{source}```"}}
     runs = (
         ("without speculation", {"speculation": {"drafter": "none", "report": True}}),
-        ("the default drafter", {"speculation": {"report": True}}),
-        ("with the prediction", {**predicted, "speculation": {"drafter": "prediction", "report": True}}),
+        ("without the prediction", {"speculation": {"report": True}}),
+        ("with the prediction", {**predicted, "speculation": {"report": True}}),
     )
     found: dict[str, Any] = {}
     async with Running(arguments) as server:
-        await server.ask(**body, max_tokens=2)  # warm
-        body["max_tokens"] = len(server.engine.encode(source)) + 16  # small models may not find the end
+        await server.ask(messages=[{"role": "user", "content": a_file(8)}], max_tokens=8)  # warm
+        body["max_tokens"] = len(server.engine.encode(source)) + 16
         for name, more in runs:
             got = found[name] = await server.ask(**body, **more)
-            usage = got["usage"]
-            speed = usage["completion_tokens"] / got["seconds"]
+            usage, seconds = got["usage"], got["seconds"]
+            speed = usage["completion_tokens"] / seconds
             print(
-                f"{name}: {usage['completion_tokens']} tokens in {got['seconds']:.1f} s ({speed:.1f} tokens/s), usage {usage}"
+                f"{name}: {usage['completion_tokens']} tokens in {seconds:.1f} s, the first after {got['first']:.1f} s "
+                f"({speed:.1f} tokens/s), {got['report']}, usage {usage}",
+                flush=True,
             )
     plain = found["without speculation"]
     for name, got in found.items():
