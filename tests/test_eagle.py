@@ -86,6 +86,22 @@ def test_layers_mean_what_each_dialect_means(tmp_path: Path) -> None:
     assert layers_of(t, tmp_path / "g", "eagle") == ("final",)
 
 
+def test_norm_before_fc_wherever_it_is_said(target: Any, tmp_path: Path) -> None:
+    """NVIDIA's heads say it in the config within the config, which goes before the other."""
+    config, tensors = eagles.make("specforge")
+    tensors["input_norm.weight"] = torch.rand(96) + 0.5
+    hidden = torch.randn(2, 96, dtype=torch.float64)
+    fused = []
+    for number, says in enumerate(({"norm_before_fc": True}, {"eagle_config": {"norm_before_fc": True}}, {})):
+        folder = eagles.write(tmp_path / str(number), "specforge", {**config, **says}, tensors)
+        fused.append(load(target, folder).head.fuse(hidden))
+    own = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors["input_norm.weight"]
+    assert torch.equal(fused[0], fused[1]) and torch.equal(fused[0], fused[2])
+    assert torch.allclose(fused[0], own @ tensors["fc.weight"].double().T)
+    both = {**config, "norm_before_fc": True, "eagle_config": {"norm_before_fc": False}}
+    assert "input_norm.weight" in refusal(target, eagles.write(tmp_path / "both", "specforge", both, tensors))
+
+
 def test_rope_theta_is_the_heads_own(target: Any, tmp_path: Path) -> None:
     def theta(name: str, dialect: str, options: dict[str, Any], **changes: Any) -> float:
         config, tensors = eagles.make(dialect, **changes)

@@ -91,6 +91,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}}, "layer 8"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, "x"]}}, "'x'"),
     ({"eagle_config": [1]}, "eagle_config"),
+    ({"eagle_config": {"norm_before_fc": True}}, "input_norm.weight"),
+    ({"eagle_config": {"norm_before_fc": 1}}, "norm_before_fc"),
     ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
 ]
 

@@ -89,7 +89,8 @@ NESTED_KEYS = HEAD_KEYS | {
     "speculators_config",
     "transformer_layer_config",
 }
-EAGLE_CONFIG_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"})
+EAGLE_CONFIG_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc"})
+"""Of the config within the config, which goes before the other: NVIDIA's heads have `norm_before_fc` there (vLLM's pull request 42143)."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,16 @@ def read_recipe(checkpoint: Checkpoint, target: Target, options: EagleOptions) -
             f"of {target.name} have {target.hidden_size}: it was made for another target"
         )
     residual, output = options.norm_before_residual, options.norm_output
+    inner = replace(checkpoint, config=checkpoint.value("eagle_config", dict, {}), asked=set())
+    _refuse_unknown(inner, EAGLE_CONFIG_KEYS, options, "eagle_config.")
     recipe = Recipe(
         dialect,
         config,
-        _layers(checkpoint, dialect, target, options),
+        _layers(checkpoint, inner, dialect, target, options),
         first,
         fc_bias=_has(checkpoint, "bias", "fc.bias"),
         fc_norm=_has(checkpoint, "fc_norm", "fc_norm.0.weight") or checkpoint.value("use_aux_norm", bool, False),
-        input_norm=_has(checkpoint, "norm_before_fc", "input_norm.weight"),
+        input_norm=inner.value("norm_before_fc", bool, _has(checkpoint, "norm_before_fc", "input_norm.weight")),
         norm_before_residual=checkpoint.value("norm_before_residual", bool, False) if residual is None else residual,
         norm_output=checkpoint.value("norm_output", bool, False) if output is None else output,
     )
@@ -165,8 +168,10 @@ def _has(checkpoint: Checkpoint, key: str, tensor: str) -> bool:
     return checkpoint.value(key, bool, tensor in checkpoint)
 
 
-def _layers(checkpoint: Checkpoint, dialect: str, target: Target, options: EagleOptions) -> tuple[LayerKey, ...]:
-    """The layers whose inputs make a feature.
+def _layers(
+    checkpoint: Checkpoint, inner: Checkpoint, dialect: str, target: Target, options: EagleOptions
+) -> tuple[LayerKey, ...]:
+    """The layers whose inputs make a feature. inner: the config within the config.
 
     SpecForge and SGLang number outputs: their i is the entry of layer i + 1, except where the last number is the target's number of
     layers. speculators and vLLM number entries.
@@ -180,8 +185,6 @@ def _layers(checkpoint: Checkpoint, dialect: str, target: Target, options: Eagle
         )
     if (said := checkpoint.value("num_aux_hidden_states", int, count)) != count:
         raise LoadError(f"{checkpoint.folder}: num_aux_hidden_states is {said}, but tensor fc.weight takes {count} states")
-    inner = replace(checkpoint, config=checkpoint.value("eagle_config", dict, {}), asked=set())
-    _refuse_unknown(inner, EAGLE_CONFIG_KEYS, options, "eagle_config.")
     if not inner.value("use_aux_hidden_state", bool, True):
         raise LoadError(f"{checkpoint.folder}: eagle_config.use_aux_hidden_state is false; such heads are not supported")
     key = "eagle_aux_hidden_state_layer_ids"
