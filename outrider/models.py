@@ -45,8 +45,8 @@ PACKAGED: dict[str, Packaged] = {
 
 DEFAULT = "smollm2"
 
-SHIPPED: dict[str, str] = {"eagle3-smollm2": "EAGLE-3 head for smollm2, trained with `outrider train` (docs/training.md)"}
-"""Drafters inside this package, by name: each is a folder of `shipped`, with its card."""
+SHIPPED = tuple(sorted(file.parent.name for file in (Path(__file__).parent / "shipped").glob("*/config.json")))
+"""Drafters inside this package, trained with `outrider train`: each is a folder of `shipped`, with its card, named KIND-TARGET."""
 
 
 def shipped(name: str) -> Path:
@@ -163,7 +163,7 @@ TRANSFORMERS_ONLY = {"dtype": "auto", "device_map": None, "revision": None}
 
 
 def load_target(source: str, gguf_library: str = "auto", gguf: Mapping[str, Any] | None = None, **loading: Any) -> Target:
-    """The target called `source`: a packaged model's name, a folder, a hub id, a GGUF file.
+    """The target called `source`: a packaged model's name, a folder, a hub id, a GGUF file; or a draft model inside this package.
 
     gguf_library: what runs a GGUF file: ``auto``, ``ik``, ``llama.cpp``; ``transformers`` makes plain floats of it. gguf: fields
     of `Placement` by name, as values or as text. loading: as `TransformersTarget.load` takes them; of a GGUF file, `device` only.
@@ -178,7 +178,8 @@ def load_target(source: str, gguf_library: str = "auto", gguf: Mapping[str, Any]
             raise ParameterError(f"the GGUF library and its parameters are for GGUF files run by it; {source} is not")
         from .targets.transformers import TransformersTarget
 
-        target = TransformersTarget.load(str(get(source)) if source in PACKAGED else source, **loading)
+        place = get(source) if source in PACKAGED else shipped(source) if source in SHIPPED else source
+        target = TransformersTarget.load(str(place), **loading)
     target.name = source
     return target
 

@@ -9,6 +9,7 @@ from outrider.bench.compare import difference
 from outrider.demo import PROMPTS
 from outrider.drafters import load_drafter
 from outrider.drafters.checkpoint import Checkpoint
+from outrider.drafters.detect import detect
 from outrider.models import PACKAGED, SHIPPED, folder, shipped
 from outrider.trace import combine
 
@@ -26,6 +27,9 @@ def test_it_is_small_and_says_what_it_is(name):
     card = (place / "README.md").read_text(encoding="utf-8")
     assert "smollm2" in card and "outrider train" in card and "Figures" in card
     tensors = Checkpoint.read(place)
+    if detect(name).drafter == "model":
+        assert (place / "tokenizer.json").exists() and tensors.shape("model.embed_tokens.weight") == (8192, 576)
+        return
     offsets, known = tensors.take("d2t", None, kind="int"), tensors.take("t2d", None, kind="bool")
     assert len(offsets) == int(known.sum()) == tensors.shape("lm_head.weight")[0]
 
@@ -33,10 +37,11 @@ def test_it_is_small_and_says_what_it_is(name):
 @pytest.mark.skipif(
     not (folder("smollm2") / "config.json").exists(), reason="the packaged model is not here: outrider models get smollm2"
 )
-def test_it_drafts_for_the_packaged_model():
+@pytest.mark.parametrize("name", SHIPPED)
+def test_it_drafts_for_the_packaged_model(name):
     assert "smollm2" in PACKAGED
     plain = outrider.load("smollm2", None)
-    drafted = outrider.load(plain.target, load_drafter("eagle3-smollm2", plain.target, {"shape": "tree"}), draft=16)
+    drafted = outrider.load(plain.target, load_drafter(name, plain.target, {"shape": "tree"}), draft=16)
     stats = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]

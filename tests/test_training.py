@@ -32,6 +32,8 @@ OWN = {
     "medusa": ["-O", "train_output=true", "-O", "vocabulary=150"],
     "hydra": ["-O", "vocabulary=150"],
 }
+FEWER = ["-O", "count=1", "-O", "vocabulary=280"]
+"""A draft model with 20 of the tiny tokenizer's 40 merges."""
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +78,12 @@ def weights(run):
 # ---- learning ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_learns_one_text_by_heart(kind, one, tmp_path):
+@pytest.mark.parametrize("kind, own", [*((kind, OWN.get(kind, [])) for kind in KINDS), ("draft-model", FEWER)])
+def test_learns_one_text_by_heart(kind, own, one, tmp_path):
     """Field reports name this the best single test of a training: what is trained must be what is run."""
     measure = ["--measure-draft", 3, "--measure-tokens", 40, "--measure-option", "min_probability=0"]
     plan = ["--steps", 250, "--lr", 5e-3, "--batch", 1, "--precision", "float32", "--log", 50, "--evaluate", 250]
-    result = call("train", kind, MODEL, "--data", one, "-o", tmp_path, *OWN.get(kind, []), *plan, *measure, "--json")
+    result = call("train", kind, MODEL, "--data", one, "-o", tmp_path, *own, *plan, *measure, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     before, after = [line["held_out"] for line in found["log"] if "held_out" in line]

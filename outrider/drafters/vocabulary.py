@@ -88,6 +88,11 @@ class Overlap:
         """Whether they are equal up to padding: no translation is needed."""
         return not self.differing and self.in_place >= IN_PLACE
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the target has every token of the drafter."""
+        return set(self.drafter.values()) <= set(self.target.values())
+
     @cached_property
     def shared(self) -> dict[int, int]:
         """The drafter's id for each of the target's whose text it has; one for one."""
@@ -128,12 +133,13 @@ def in_words_of(target: Target, model: Target) -> Target:
             f"the drafter {model.name} cannot draft for {target.name}: they share {shared} tokens, {overlap.share:.0%} of the smaller "
             f"vocabulary, and at least {LEAST_OVERLAP:.0%} are needed; use a drafter whose tokenizer is closer to the target's"
         )
-    warnings.warn(
-        f"{model.name} has another vocabulary than {target.name}: it drafts only the {shared} tokens that both have "
-        f"({shared / len(overlap.target):.0%} of the target's, {shared / len(overlap.drafter):.0%} of its own)",
-        OutriderWarning,
-        stacklevel=3,
-    )
+    if not overlap.is_part:  # what was cut out of the target's vocabulary is meant to be smaller
+        warnings.warn(
+            f"{model.name} has another vocabulary than {target.name}: it drafts only the {shared} tokens that both have "
+            f"({shared / len(overlap.target):.0%} of the target's, {shared / len(overlap.drafter):.0%} of its own)",
+            OutriderWarning,
+            stacklevel=3,
+        )
     return Translated(model, target.vocab_size, overlap)
 
 
@@ -148,6 +154,27 @@ def _fewest(text: bytes, pieces: dict[bytes, int]) -> tuple[int, ...]:
                 ways.append((left_out, number + 1, (*before, piece)))
         best.append(min(ways, key=lambda way: way[:2]))
     return best[-1][2]
+
+
+class Spelling:
+    """The drafter's ids for each token of the target: its own where it has that token, else the fewest that spell it; at least one.
+
+    vocab_size, drafter_size: ids from there on are nobody's. end: the drafter's id for what it cannot spell at all.
+    """
+
+    def __init__(self, overlap: Overlap, vocab_size: int, drafter_size: int, end: int):
+        shared = {mine: theirs for mine, theirs in overlap.shared.items() if mine < vocab_size and theirs < drafter_size}
+        self.shared = shared
+        """As in `Overlap`, without what is padding."""
+        self._end = end
+        self._texts = overlap.target
+        self._by_text = {text: i for i, text in sorted(overlap.drafter.items(), reverse=True) if text and i < drafter_size}
+        self._known: dict[int, tuple[int, ...]] = {mine: (theirs,) for mine, theirs in shared.items()}
+
+    def __call__(self, token: int) -> tuple[int, ...]:
+        if token not in self._known:
+            self._known[token] = _fewest(self._texts.get(token, b""), self._by_text) or (self._end,)
+        return self._known[token]
 
 
 class _Translation(Slot):
@@ -181,20 +208,12 @@ class Translated(Target):
         self.name, self.tokenizer, self.device, self.dtype = model.name, model.tokenizer, model.device, model.dtype
         self.n_layers, self.hidden_size, self.n_parameters = model.n_layers, model.hidden_size, model.n_parameters
         self.context_length = model.context_length
-        shared = {mine: theirs for mine, theirs in overlap.shared.items() if mine < vocab_size and theirs < model.vocab_size}
+        self.spell = Spelling(overlap, vocab_size, model.vocab_size, min(model.eos, default=0))
+        shared = self.spell.shared
         back = {theirs: mine for mine, theirs in shared.items()}
         self.eos = frozenset(back[t] for t in model.eos if t in back)
         self._mine = torch.tensor(list(shared), device=model.device)  # [S]
         self._theirs = torch.tensor(list(shared.values()), device=model.device)  # [S]
-        self._spelled: dict[int, tuple[int, ...]] = {mine: (theirs,) for mine, theirs in shared.items()}
-        self._by_text = {text: i for i, text in sorted(overlap.drafter.items(), reverse=True) if text and i < model.vocab_size}
-
-    def spell(self, token: int) -> tuple[int, ...]:
-        """The drafter's ids for a token of the target, as few as can be; at least one."""
-        if token not in self._spelled:
-            pieces = _fewest(self.overlap.target.get(token, b""), self._by_text)
-            self._spelled[token] = pieces or (min(self.inner.eos, default=0),)  # something must stand there
-        return self._spelled[token]
 
     def open(self, like: Slot | None = None, length: int = 0) -> Slot:
         if like is None:

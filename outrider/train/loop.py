@@ -27,7 +27,7 @@ from .measure import Measure, measured
 from .order import Order, split
 from .record import Record, write_drafter
 from .store import Store
-from .teacher import Teacher, count_vocabulary
+from .teacher import Teacher
 from .trainee import Scores, Trainee
 
 PRECISIONS = ("float32", "bfloat16")
@@ -125,28 +125,31 @@ class Run:
         self.train_on, self.judge_by = split(len(self.samples), self.plan.held_out)
         self.total = self.plan.steps or max(round(self.plan.epochs * len(self.train_on) / self.global_batch), 1)
         self.order = Order(self.train_on, self.global_batch, self.plan.seed)
-        self._build(before["vocabulary"] if before else None)
+        start = self._beginning(settings.start) if settings.start and before is None else None
+        self._build(before, start)
         self.step = 0
         if before is not None:
             self.trainee.load_state_dict(before["trainee"])
             self.optimizer.load_state_dict(before["optimizer"])
             self.step = before["step"]
-        elif settings.start is not None:
-            self._begin_with(settings.start)
+        elif start is not None:
+            self._begin_with(start)
         self.model = self.accelerator.prepare(self.trainee)
         self.record = Record(self.place, self.step if before is not None else None) if self.is_main else None
 
-    def _build(self, known: Tensor | None) -> None:
-        """Teacher, drafter and optimiser. known: the reduced vocabulary that the run began with."""
+    def _build(self, before: dict[str, Any] | None, start: dict[str, Any] | None) -> None:
+        """Teacher, drafter and optimiser. before: the state of this run; start: of another one, whose weights are for its vocabulary."""
         plan, options = self.plan, self.settings.options
         trainee, _, layers_of = KINDS[self.settings.kind].load()
         learnt = [self.samples[i] for i in self.train_on]
-        vocabulary = count_vocabulary(learnt, options.vocabulary, self.target.vocab_size)
-        if known is not None and not torch.equal(known, vocabulary):
+        vocabulary = trainee.vocabulary(self.target, learnt, options)
+        self.counted = vocabulary
+        if before is not None and not torch.equal(before.get("counted", before["vocabulary"]), vocabulary):
             raise ParameterError(
                 f"{self.folder}: {self.store.folder} is not the data that this run began with; give it, or --restart"
             )
-        self.teacher = Teacher(self.target, vocabulary)
+        known = (before or start or {}).get("vocabulary", vocabulary)
+        self.teacher = Teacher(self.target, known if len(known) == len(vocabulary) else vocabulary)
         cache = self.store.folder if self.settings.cache else None
         self.features = Features(self.teacher, self.samples, layers_of(self.target, options), cache)
         torch.manual_seed(plan.seed)
@@ -167,16 +170,21 @@ class Run:
         }
         return {"kind": self.settings.kind, "target": self.target.name, **options, **plan, "global batch": self.global_batch}
 
-    def _begin_with(self, other: Path) -> None:
+    def _beginning(self, other: Path) -> dict[str, Any]:
         state = checkpoint.load(other / "training")
         if state is None:
             raise ParameterError(f"--start {other}: there is no run in that folder")
+        return state
+
+    def _begin_with(self, state: dict[str, Any]) -> None:
         mine = self.trainee.state_dict()
         taken = {name: t for name, t in state["trainee"].items() if name in mine and mine[name].shape == t.shape}
         learnt = {name for name, p in self.trainee.named_parameters() if p.requires_grad}
         fixed = {name for name, p in self.trainee.named_parameters() if not p.requires_grad} | {"ids"}
         if missing := sorted(learnt - taken.keys()):
-            raise ParameterError(f"--start {other}: its {missing[0]} does not fit; give the options that it was trained with")
+            raise ParameterError(
+                f"--start {self.settings.start}: its {missing[0]} does not fit; give the options that it was trained with"
+            )
         self.trainee.load_state_dict({**mine, **{name: t for name, t in taken.items() if name not in fixed}})
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -298,6 +306,7 @@ class Run:
                 "recipe": self._recipe(),
                 "samples": len(self.samples),
                 "vocabulary": self.teacher.ids.cpu(),
+                "counted": self.counted,
                 "step": self.step,
                 "trainee": self.trainee.state_dict(),
                 "optimizer": self.optimizer.state_dict(),

@@ -15,15 +15,24 @@ from .store import Sample
 
 def count_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int) -> Tensor:
     """Ids ``[size]``, ascending, of the tokens that answers have most often; of equals the lowest. All, if size is 0 or that large."""
+    if is_whole(size, vocab_size):
+        return torch.arange(vocab_size)
+    return torch.tensor(sorted(by_frequency(samples, vocab_size)[:size]))
+
+
+def is_whole(size: int, vocab_size: int) -> bool:
+    """Whether a reduced vocabulary of `size` tokens is none. Raises ParameterError for a size that cannot be."""
     if size < 0 or size == 1:
         raise ParameterError(f"vocabulary must be 2 or more, or 0 for all tokens; got {size}")
-    if size == 0 or size >= vocab_size:
-        return torch.arange(vocab_size)
+    return size == 0 or size >= vocab_size
+
+
+def by_frequency(samples: Sequence[Sample], vocab_size: int) -> list[int]:
+    """All tokens, those first that answers have most often; of equals the lowest."""
     counts: Counter[int] = Counter()
     for sample in samples:
         counts.update(map(int, sample.tokens[sample.prompt :]))
-    order = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
-    return torch.tensor(sorted(order[:size]))
+    return sorted(range(vocab_size), key=lambda token: (-counts[token], token))
 
 
 class Teacher:

@@ -10,8 +10,9 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..targets.base import LayerKey
-from .teacher import Teacher
+from ..targets.base import LayerKey, Target
+from .store import Sample
+from .teacher import Teacher, count_vocabulary
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Trainee(nn.Module, ABC):
     """States of the target that it reads; ``"final"`` is there for the labels in any case."""
     steps: int
     """How many tokens ahead it learns to guess."""
+
+    @classmethod
+    def vocabulary(cls, target: Target, samples: Sequence[Sample], options: Any) -> Tensor:
+        """Ids, ascending, of the tokens that it learns to guess. options: of its kind, with `vocabulary`, how many."""
+        return count_vocabulary(samples, options.vocabulary, target.vocab_size)
 
     @abstractmethod
     def forward(self, batch: Batch) -> Scores:
