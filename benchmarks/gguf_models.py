@@ -31,6 +31,7 @@ from common import RESULTS, median, prompts, save
 import outrider
 from outrider.demo import PROMPTS
 from outrider.drafters import NoDrafter
+from outrider.drafters.auto import AutoDrafter
 from outrider.drafters.model import ModelDrafter, ModelOptions
 from outrider.drafters.vocabulary import in_words_of
 from outrider.targets.base import Target
@@ -240,6 +241,9 @@ def pair(options: argparse.Namespace) -> None:
         "outrider plain": outrider.Engine(target, NoDrafter(), draft=0, accept="block"),
         **{f"outrider draft {n}": outrider.Engine(target, drafter, draft=n, accept="block") for n in options.drafts},
     }
+    if options.auto:
+        engines["outrider draft auto"] = outrider.Engine(target, AutoDrafter([drafter]), accept="block")
+        engines["outrider draft auto"].warm_up()
     configurations: Configurations = {name: lambda engine=engine: ours(engine, options) for name, engine in engines.items()}
     for mode in options.modes:
         configurations[f"llama.cpp {mode}"] = lambda mode=mode: server(options, mode)
@@ -338,6 +342,8 @@ def main() -> None:
         command.add_argument("--modes", default=",".join(modes), help="of the peer, with commas; may be empty")
         command.add_argument("--name", default=f"gguf-{make.__name__}")
         command.add_argument("--fresh", action="store_true", help="forget earlier repetitions of this name")
+        if make is pair:
+            command.add_argument("--auto", action="store_true", help="our draft length chosen by the calibrator, too")
         command.set_defaults(make=make)
     options = parser.parse_args()
     options.drafts = [int(n) for n in options.drafts.split(",")]

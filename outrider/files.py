@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
 
+from filelock import BaseFileLock, FileLock, Timeout
+
+from .errors import LoadError
+
 
 def cache_directory() -> Path:
     """~/.cache/outrider; where there is no home directory, a folder of this user's own among the temporary ones."""
@@ -50,6 +54,18 @@ def write_json(path: str | Path, value: Any, mode: int | None = None) -> None:
     except BaseException:
         os.unlink(part)
         raise
+
+
+def sole_writer(folder: str | Path) -> BaseFileLock:
+    """A lock on a folder, until it is released or the process ends. Raises LoadError when another process has it."""
+    lock = FileLock(Path(folder) / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise LoadError(f"another process is writing to {folder}: let it finish, or write to another folder") from None
+    except OSError as error:
+        raise LoadError(f"cannot write to {folder}: {error.strerror}") from error
+    return lock
 
 
 @contextmanager

@@ -116,6 +116,19 @@ def test_what_an_interruption_tore_is_cut_off(target, tmp_path):
     assert [list(s.tokens) for s in Store(tmp_path).samples()] == [*whole, [5, 6, 7]]
 
 
+def test_one_writer_at_a_time(target, tmp_path):
+    store = made(target, tmp_path)
+    stale = Store(tmp_path)
+    with store.append() as writer:
+        with pytest.raises(LoadError, match="another process is writing"):
+            Store(tmp_path).append()
+        writer.add(Sample([5, 6, 7], 1), "new", "file")
+    with pytest.raises(LoadError, match="another process has added"):
+        stale.append()
+    with Store(tmp_path).append():
+        pass
+
+
 def test_damaged_data_is_refused(target, tmp_path):
     made(target, tmp_path)
     content = (tmp_path / "tokens.bin").read_bytes()

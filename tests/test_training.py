@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tiny import tiny_folder
 
 from outrider.drafters.eagle_training import EagleTraining
 from outrider.errors import LoadError, ParameterError
+from outrider.files import sole_writer
 from outrider.models import load_target
 from outrider.train import checkpoint
 from outrider.train.kinds import KINDS
@@ -55,7 +57,7 @@ def one(target, tmp_path_factory):
     return folder
 
 
-def new_run(target, data, folder, steps=8, restart=False, kind="eagle3", **plan):
+def new_run(target, data, folder, steps=8, restart=False, kind="eagle3", start=None, **plan):
     plan = {
         "steps": steps,
         "batch": 2,
@@ -68,7 +70,7 @@ def new_run(target, data, folder, steps=8, restart=False, kind="eagle3", **plan)
         **plan,
     }
     options = EagleTraining(layers=(0, 1, 2), vocabulary=60) if kind == "eagle3" else KINDS[kind].load()[1]()
-    return Run(target, Store(data), Settings(kind, options, Plan(**plan), cache=False, restart=restart), Path(folder))
+    return Run(target, Store(data), Settings(kind, options, Plan(**plan), False, start, restart), Path(folder))
 
 
 def weights(run):
@@ -192,6 +194,27 @@ def test_another_recipe_is_refused(target, data, tmp_path):
     with pytest.raises(ParameterError, match=r"lr 0\.003, not 0\.01.*--restart"):
         new_run(target, data, tmp_path, steps=2, lr=0.01)
     assert new_run(target, data, tmp_path, steps=2, lr=0.01, restart=True).step == 0
+
+
+def test_begins_with_a_run_or_with_a_finished_drafter(target, data, tmp_path):
+    run = new_run(target, data, tmp_path / "first", steps=3)
+    run.go()
+    after_run = weights(new_run(target, data, tmp_path / "second", start=tmp_path / "first"))
+    shutil.rmtree(tmp_path / "first" / "training")
+    after_files = weights(new_run(target, data, tmp_path / "third", start=tmp_path / "first"))
+    for name, tensor in weights(run).items():
+        assert torch.equal(after_run[name], tensor), name
+        assert torch.allclose(after_files[name].float(), tensor.float(), rtol=1e-2, atol=1e-6), name  # bfloat16
+    with pytest.raises(ParameterError, match="no run in that folder"):
+        new_run(target, data, tmp_path / "fourth", kind="medusa", start=tmp_path / "first")
+
+
+def test_two_runs_do_not_share_a_folder(data, tmp_path):
+    (tmp_path / "training").mkdir()
+    lock = sole_writer(tmp_path / "training")
+    result = call("train", "eagle3", MODEL, "--data", data, "-o", tmp_path, *OWN["eagle3"])
+    lock.release()
+    assert result.exit_code == 2 and "another process is writing" in result.output, result.output
 
 
 def test_cached_states_are_the_targets(target, data, tmp_path):

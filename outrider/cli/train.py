@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Iterator
 
 import typer
 from rich.table import Table
 from typer import Argument, Option
 
-from ..errors import ParameterError
+from ..errors import LoadError, ParameterError
+from ..files import sole_writer
 from .options import Place, flags, named_values
 from .session import INTERRUPTED, on_stdout, open_target, print_json, say
 
@@ -74,7 +76,10 @@ def train(
         Option("-O", "--option", metavar="NAME=VALUE", help="An option of this kind of drafter (docs/training.md)."),
     ] = None,
     cache: Annotated[bool, Option(help="Keep the target's states in a file beside the data.")] = True,
-    start: Annotated[str | None, Option(metavar="DIR", help="Begin with the weights of the run in this folder.")] = None,
+    start: Annotated[
+        str | None,
+        Option(metavar="DIR", help="Begin with the weights of the run in this folder, or of a finished eagle3 drafter."),
+    ] = None,
     restart: Annotated[bool, Option("--restart", help="Forget the run that is in the folder.")] = False,
     json: Annotated[bool, Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -93,17 +98,35 @@ def train(
     if store.facts.get("vocab_size") != model.vocab_size:
         raise ParameterError(f"{data} holds text of {store.facts.get('target')}, with another vocabulary than {target}")
     settings = Settings(kind, options, plan, cache, Path(start) if start else None, restart)
-    run = Run(model, store, settings, Path(out), say)
-    measure = what_to_measure(run, measuring)
-    if run.step:
-        run.say(f"going on from step {run.step}")
+    with alone_in(Path(out)):
+        run = Run(model, store, settings, Path(out), say)
+        measure = what_to_measure(run, measuring)
+        if run.step:
+            run.say(f"going on from step {run.step}")
+        try:
+            last = run.go(measure)
+        except KeyboardInterrupt:
+            say(f"interrupted at step {run.step} of {run.total}; the same command goes on")
+            raise typer.Exit(INTERRUPTED) from None
+        if run.is_main:
+            conclude(run, last, json)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """While no other run writes to the folder; of the processes of one run the first sees to it. Raises LoadError."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
     try:
-        last = run.go(measure)
-    except KeyboardInterrupt:
-        say(f"interrupted at step {run.step} of {run.total}; the same command goes on")
-        raise typer.Exit(INTERRUPTED) from None
-    if run.is_main:
-        conclude(run, last, json)
+        (folder / "training").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadError(f"cannot write to {folder}: {error.strerror}") from error
+    lock = sole_writer(folder / "training")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def on_own_device(loading: Place) -> Place:

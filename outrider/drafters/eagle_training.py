@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import ParameterError
+from ..errors import LoadError, ParameterError
 from ..files import write_json
 from ..targets.base import LayerKey, Target
 from ..train.features import Features
 from ..train.teacher import Teacher
 from .checkpoint import Checkpoint, Stored
-from .eagle import EagleOptions
+from .eagle import EagleOptions, open_checkpoint
 from .eagle_formats import read_recipe
 from .eagle_head import Eagle3Head
 from .unrolled import UnrolledTrainee, trainable
@@ -111,6 +111,16 @@ class EagleTrainee(UnrolledTrainee):
         kept["t2d"] = teacher.known.cpu()
         save_file(kept, folder / "model.safetensors")
         write_json(folder / "config.json", self.config)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        (teacher,) = self._teacher
+        checkpoint = open_checkpoint(str(folder))
+        recipe = read_recipe(checkpoint, teacher.target, EagleOptions())
+        if recipe.layers != self.layers:
+            raise LoadError(f"{folder} reads the states {recipe.layers}; give -O layers={','.join(map(str, recipe.layers))}")
+        head = trainable(Eagle3Head(recipe, checkpoint, teacher.target))
+        state = {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
+        return {**state, "head.fc.weight": state["head.fc.weight"] * self.scale}
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "layers": list(self.layers), "vocabulary": len(self.ids)}

@@ -89,8 +89,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Settings:
-    """kind, options: of the drafter. cache: keep the target's states beside the data. start: another run's folder, whose weights this
-    one begins with. restart: forget a run that is there.
+    """kind, options: of the drafter. cache: keep the target's states beside the data. start: another run's folder, or a finished
+    drafter's, whose weights this one begins with. restart: forget a run that is there.
     """
 
     kind: str
@@ -172,13 +172,14 @@ class Run:
 
     def _beginning(self, other: Path) -> dict[str, Any]:
         state = checkpoint.load(other / "training")
-        if state is None:
+        given = state["trainee"] if state else self.trainee.read(other) if other.is_dir() else None
+        if given is None:
             raise ParameterError(f"--start {other}: there is no run in that folder")
         return state
 
     def _begin_with(self, state: dict[str, Any]) -> None:
         mine = self.trainee.state_dict()
-        taken = {name: t for name, t in state["trainee"].items() if name in mine and mine[name].shape == t.shape}
+        taken = {name: t for name, t in given.items() if name in mine and mine[name].shape == t.shape}
         learnt = {name for name, p in self.trainee.named_parameters() if p.requires_grad}
         fixed = {name for name, p in self.trainee.named_parameters() if not p.requires_grad} | {"ids"}
         if missing := sorted(learnt - taken.keys()):

@@ -16,7 +16,7 @@ from typing import IO, Any, Sequence
 import numpy as np
 
 from ..errors import LoadError
-from ..files import to_json, write_json
+from ..files import sole_writer, to_json, write_json
 
 VERSION = 1
 
@@ -116,7 +116,7 @@ class Store:
         return {entry.key for entry in self.entries}
 
     def append(self) -> Writer:
-        """For adding samples. What an interrupted writer left behind is cut off."""
+        """For adding samples, one process at a time. What an interrupted writer left behind is cut off. Raises LoadError."""
         return Writer(self)
 
 
@@ -124,7 +124,11 @@ class Writer:
     """Adds samples to a store, each whole or not at all."""
 
     def __init__(self, store: Store):
+        self._lock = sole_writer(store.folder)
         self._store = store
+        if len(Store(store.folder).entries) != len(store.entries):
+            self._lock.release()
+            raise LoadError(f"{store.folder}: another process has added to it; call it again to go on from there")
         self._tokens = _open(store.folder / "tokens.bin", store.total * store.dtype.itemsize)
         self._index = _open(store.folder / "samples.jsonl", store._index_bytes)
 
@@ -151,6 +155,7 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         for file in (self._tokens, self._index):
             file.close()
+        self._lock.release()
 
 
 def _open(path: Path, length: int) -> IO[bytes]:

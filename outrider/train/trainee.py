@@ -93,6 +93,10 @@ class Trainee(nn.Module, ABC):
     def write(self, folder: Path) -> None:
         """The drafter's own files, as Outrider loads them. Raises OSError."""
 
+    def read(self, folder: Path) -> dict[str, Tensor] | None:
+        """The state that the files of a finished drafter hold; None where that is not known. Raises LoadError."""
+        return None
+
     def facts(self) -> dict[str, Any]:
         """What the card says about it."""
         return {"parameters": sum(p.numel() for p in self.parameters() if p.requires_grad), "steps": self.steps}
