@@ -119,6 +119,8 @@ class EagleTrainee(UnrolledTrainee):
         if recipe.layers != self.layers:
             raise LoadError(f"{folder} reads the states {recipe.layers}; give -O layers={','.join(map(str, recipe.layers))}")
         head = trainable(Eagle3Head(recipe, checkpoint, teacher.target))
+        if self.head.lm_head.weight.requires_grad and (head.draft_ids is None or head.draft_ids.tolist() != self.ids.tolist()):
+            raise LoadError(f"{folder} drafts other tokens than are frequent in this text: go on without -O train_output")
         state = {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
         return {**state, "head.fc.weight": state["head.fc.weight"] * self.scale}
 

@@ -171,13 +171,16 @@ class Run:
         return {"kind": self.settings.kind, "target": self.target.name, **options, **plan, "global batch": self.global_batch}
 
     def _beginning(self, other: Path) -> dict[str, Any]:
+        """The state of another run; nothing for a finished drafter, whose own files are read when this one is built."""
         state = checkpoint.load(other / "training")
-        given = state["trainee"] if state else self.trainee.read(other) if other.is_dir() else None
-        if given is None:
+        if state is None and not other.is_dir():
             raise ParameterError(f"--start {other}: there is no run in that folder")
-        return state
+        return state or {}
 
     def _begin_with(self, state: dict[str, Any]) -> None:
+        given = state["trainee"] if state else self.trainee.read(self.settings.start or Path())
+        if given is None:
+            raise ParameterError(f"--start {self.settings.start}: there is no run in that folder")
         mine = self.trainee.state_dict()
         taken = {name: t for name, t in given.items() if name in mine and mine[name].shape == t.shape}
         learnt = {name for name, p in self.trainee.named_parameters() if p.requires_grad}
