@@ -20,6 +20,7 @@ from outrider.errors import LoadError, ParameterError
 from outrider.files import sole_writer
 from outrider.models import load_target
 from outrider.train import checkpoint
+from outrider.train.features import Features
 from outrider.train.kinds import KINDS
 from outrider.train.loop import Plan, Run, Settings
 from outrider.train.order import Order, split
@@ -231,6 +232,10 @@ def test_cached_states_are_the_targets(target, data, tmp_path):
         assert torch.equal(mine.best, true.best) and torch.equal(mine.tokens, true.tokens)
         for key in true.hidden:
             assert torch.allclose(mine.hidden[key], true.hidden[key], rtol=0.01, atol=1e-3)
+    fewer = Features(run.teacher, run.samples, (1,), copied)  # what is there serves
+    assert len(list(copied.glob("features-*"))) == 1
+    assert fewer.batch([2]).hidden.keys() == {1, "final"}
+    assert all(torch.equal(state, run.features.batch([2]).hidden[key]) for key, state in fewer.batch([2]).hidden.items())
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------------

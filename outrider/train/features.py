@@ -19,15 +19,16 @@ from .trainee import Batch
 
 
 class Features:
-    """States of samples. With a cache they are computed once, and kept in bfloat16 in a file beside the data.
+    """States of samples. With a cache they are computed once, and kept in bfloat16 in files beside the data.
 
-    The file holds, for each row, the states side by side and after them the most likely token in two halves; a row that was never
-    computed has -1 there.
+    `states.bin` holds for each row the states side by side, `best.bin` the most likely token's id plus one, 0 for a row that was
+    never computed. The folder's name says which states; one that has more than are needed serves as well.
     """
 
     def __init__(self, teacher: Teacher, samples: Sequence[Sample], layers: Sequence[LayerKey], cache: Path | None):
         self.teacher, self.samples = teacher, samples
         self.keys: list[LayerKey] = list(dict.fromkeys((*layers, "final")))
+        self._held = self.keys
         self._starts = [0]
         for sample in samples:
             self._starts.append(self._starts[-1] + len(sample.tokens))
@@ -38,13 +39,18 @@ class Features:
     @property
     def row_bytes(self) -> int:
         """What a token takes in the cache."""
-        return 2 * len(self.keys) * self.teacher.target.hidden_size + 4
+        return 2 * len(self._held) * self.teacher.target.hidden_size + 4
 
     def _open(self, cache: Path) -> None:
-        rows, width = self._starts[-1], len(self.keys) * self.teacher.target.hidden_size
         target = self.teacher.target
-        what = f"{target.name} {target.dtype} {self.keys} {[len(s.tokens) for s in self.samples[:100]]}"
-        folder = cache / f"features-{hashlib.blake2b(what.encode(), digest_size=6).hexdigest()}"
+        what = f"{target.name} {target.dtype} {[len(s.tokens) for s in self.samples[:100]]}"
+        name = f"features-{hashlib.blake2b(what.encode(), digest_size=6).hexdigest()}"
+        for other in sorted(cache.glob(f"{name}-*")):
+            held = [int(key) if key.isdigit() else key for key in other.name.removeprefix(f"{name}-").split(".")]
+            if set(self.keys) <= set(held):
+                self._held = held
+        folder = cache / "-".join((name, ".".join(map(str, self._held))))
+        rows, width = self._starts[-1], len(self._held) * target.hidden_size
         try:
             folder.mkdir(parents=True, exist_ok=True)
             states, best = folder / "states.bin", folder / "best.bin"
@@ -70,12 +76,12 @@ class Features:
         """States and most likely tokens of one sample. In the file a token's number is one higher, so that 0 is none."""
         rows = slice(self._starts[number], self._starts[number + 1])
         if self._states is not None and bool((self._best[rows] > 0).all()):
-            parts = self._states[rows].chunk(len(self.keys), dim=-1)
+            parts = dict(zip(self._held, self._states[rows].chunk(len(self._held), dim=-1)))
             device = self.teacher.target.device
-            return {key: part.to(device) for key, part in zip(self.keys, parts)}, self._best[rows].long().to(device) - 1
-        states, best = self.teacher.look(self.samples[number].tokens, self.keys)
+            return {key: parts[key].to(device) for key in self.keys}, self._best[rows].long().to(device) - 1
+        states, best = self.teacher.look(self.samples[number].tokens, self._held)
         if self._states is not None:
-            self._states[rows] = torch.cat([states[key] for key in self.keys], dim=-1).to("cpu", torch.bfloat16)
+            self._states[rows] = torch.cat([states[key] for key in self._held], dim=-1).to("cpu", torch.bfloat16)
             self._best[rows] = (best + 1).to("cpu", torch.int32)  # last: it says that the states are there
             return self.look(number)  # as they are kept, so that a run that goes on later sees the same
         return states, best
