@@ -85,14 +85,13 @@ class Dialect:
         if not isinstance(value, dict) or value.get("name") not in names:
             return None
         arguments = value.get(self.key, {})
-        if isinstance(arguments, str):
-            try:
+        try:
+            if isinstance(arguments, str):
                 arguments = DECODER.decode(arguments)
-            except (ValueError, RecursionError):
-                return None
-        if not isinstance(arguments, dict):
+            written = json.dumps(arguments, ensure_ascii=False)
+        except (ValueError, RecursionError):
             return None
-        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(value["name"], written) if isinstance(arguments, dict) else None
 
 
 DIALECTS = (
@@ -214,16 +213,18 @@ class Tools:
     def _turn(self, message: Message) -> Message:
         """Calls of earlier turns hold their arguments as JSON in OpenAI's API, and most templates want a mapping."""
         calls = message.get("tool_calls")
-        if not calls or self.can.arguments_as_text:
+        if not calls:
             return message
         made = []
-        for call in calls:
-            function = call.get("function", {})
+        for call in calls if isinstance(calls, Sequence) else [calls]:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                raise ParameterError(f"messages: tool_calls must hold calls of functions; got {_compact(call)[:80]}")
             arguments = function.get("arguments")
-            if isinstance(arguments, str):
+            if isinstance(arguments, str) and not self.can.arguments_as_text:
                 try:
                     arguments = json.loads(arguments) if arguments else {}
-                except ValueError:
+                except (ValueError, RecursionError):
                     raise ParameterError(f"messages: the arguments of a call are not JSON: {arguments[:60]}") from None
             made.append({**call, "function": {**function, "arguments": arguments}})
         return {**message, "tool_calls": made}
@@ -313,6 +314,8 @@ def _checked(tool: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ParameterError(f"tools: a function has no name; got {_compact(tool)[:80]}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ParameterError(f"tools: the parameters of {name!r} must be a JSON schema; got {_compact(parameters)[:80]}")
+    if not isinstance((parameters or {}).get("x-guidance", {}), Mapping):
+        raise ParameterError(f"tools: x-guidance of {name!r} must be a JSON object")
     return tool
 
 

@@ -82,6 +82,7 @@ class Sequence:
         self.cancelled = False
         self.finish: str | None = None
         self.error: str | None = None
+        self.at_fault = False  # whether the error lies in what it asks for
         self.text = ""
         self.rounds = 0
         self.prefill_ns = 0
@@ -301,6 +302,7 @@ class Batch:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         sequence.finish, sequence.error, sequence.keep_open = "error", str(error), False
+        sequence.at_fault = isinstance(error, (ParameterError, PromptError))
         close_sequence(self.target, sequence)
 
 
@@ -376,7 +378,7 @@ def step(target: Target, drafter: Drafter, active: Many[Sequence], pace: Pace) -
             emitted.append(s.cut([*drafted, decision.next], len(drafted), s.sampler.stuck_at(decision.path)))
             s.sampler.commit(emitted[-1])
             if s.finish == "error":
-                s.error = s.sampler.why_stuck()
+                s.error, s.at_fault = s.sampler.why_stuck(), True
     clock.lap("cut")
 
     kept = [decision.path[: len(tokens)] for decision, tokens in zip(decisions, emitted)]

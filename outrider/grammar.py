@@ -71,10 +71,14 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         llguidance = _llguidance()
-        made = llguidance.LLMatcher(self._words, grammar.compiled_by(llguidance), log_level=0)
-        if made.is_error():
-            message = made.get_error().strip().splitlines()
-            raise ParameterError(f"{grammar.kind} cannot be used: {' '.join(line.strip() for line in message)}")
+        try:
+            made = llguidance.LLMatcher(self._words, grammar.compiled_by(llguidance), log_level=0)
+            message = made.get_error() if made.is_error() else ""
+        except ValueError as error:  # of a schema that is nested too deeply, for one
+            message = str(error)
+        if message:
+            lines = " ".join(line.strip() for line in message.strip().splitlines())
+            raise ParameterError(f"{grammar.kind} cannot be used: {lines}")
         return made
 
     @cached_property

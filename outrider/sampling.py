@@ -150,6 +150,7 @@ class Sampler:
     choice: number of the completion when several are made from one prompt and seed.
     end_tokens: the target's end-of-generation ids, which min_tokens holds back.
     matcher: at the start of the grammar that the output must follow, if there is one.
+    Raises ParameterError where the grammar and min_tokens leave no token to begin with.
     """
 
     def __init__(
@@ -187,6 +188,19 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self.position = len(prompt) - 1  # of the anchor
         self.emitted = 0
+        if matcher:
+            self._check_start(matcher)
+
+    def _check_start(self, matcher: Matcher) -> None:
+        allowed, what = matcher.mask(()), self.params.grammar.kind if self.params.grammar else "the grammar"
+        assert allowed is not None
+        if not bool(allowed.any()):
+            why = f" ({matcher.trouble})" if matcher.trouble else ""
+            raise ParameterError(f"{what}: no token of this model begins what it allows{why}; change it")
+        if self._held_back and not bool(allowed.index_fill(0, torch.tensor(self._held_back), False).any()):
+            raise ParameterError(
+                f"min_tokens ({self.params.min_tokens}) holds back the end, and {what} allows nothing else at the start; leave one of them out"
+            )
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Take note of the tokens that were emitted."""
@@ -352,7 +366,8 @@ class Sampler:
     def _penalty(self, raw: Tensor, counts: object) -> Tensor:
         params = self.params
         times = torch.as_tensor(counts, dtype=raw.dtype, device=raw.device)
-        x = torch.where(raw > 0, raw / params.repetition_penalty, raw * params.repetition_penalty)
+        penalty = min(max(params.repetition_penalty, 1e-30), 1e30)  # beyond float32 there would be infinities
+        x = torch.where(raw > 0, raw / penalty, raw * penalty)
         return x - params.frequency_penalty * times - params.presence_penalty * (times > 0).to(raw.dtype)
 
     def _filtered(self, x: Tensor) -> Tensor:

@@ -408,6 +408,9 @@ def test_parameters_that_are_refused(values: dict[str, Any], message: str) -> No
         ({"lark": "begin: /a/"}, "lark cannot be used"),
         ({"json_schema": {"type": "strin"}}, "json_schema cannot be used"),
         ({"json_schema": {"not": {"type": "string"}}}, "json_schema cannot be used: .*not"),
+        ({"json_schema": '{"allOf": [' * 200 + "{}" + "]}" * 200}, "json_schema cannot be used: .*recursion"),
+        ({"regex": "z"}, "regex: no token of this model begins"),
+        ({"regex": "", "min_tokens": 2, "stop_token_ids": (0,)}, "min_tokens .2. holds back the end, and regex allows"),
     ],
 )
 def test_grammars_that_are_refused(values: dict[str, Any], message: str) -> None:

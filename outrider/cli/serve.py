@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,15 @@ class Network:
     ] = None
     cors: Annotated[
         list[str], Option(metavar="ORIGIN", help="Pages of this origin may ask; repeatable.", rich_help_panel=NETWORK)
+    ] = field(default_factory=list)
+    allow_host: Annotated[
+        list[str],
+        Option(
+            metavar="NAME",
+            help="Requests may call it by this name, too; repeatable. On a loopback address, or where one is given, names other than "
+            "localhost are refused.",
+            rich_help_panel=NETWORK,
+        ),
     ] = field(default_factory=list)
     grace: Annotated[
         float, Option(min=0, max=3600, help="Seconds for running requests at shutdown.", rich_help_panel=NETWORK)
@@ -79,12 +89,18 @@ def serve(pair: Pair, loading: Decoding, network: Network, bounds: Bounds, publi
         from ..server.serve import Server, is_loopback
     except ImportError as error:
         raise LoadError(f"the server needs {error.name}: pip install 'outrider[server]'") from error
+    for name in network.allow_host:
+        if not re.fullmatch(r"[^/:@\s]+", name):
+            raise ParameterError(f"--allow-host {name!r}: give a name alone, without scheme, port or path")
     with closing(listen(network)) as listener, closing(open_engine(pair, loading)) as engine:
         served = Served(public.name or public_name(pair.target), engine, other_drafters(public.also, engine, loading))
         limits = Limits(bounds.batch, bounds.queue, bounds.chunk, bounds.prefixes, cache_tokens(bounds, engine))
-        options = Options(limits, network.api_key, tuple(network.cors), bounds.max_body, public.traces, public.log_prompts)
-        app = make_app(served, options)
         host, port = listener.getsockname()[:2]
+        hosts = tuple(network.allow_host) if network.allow_host or is_loopback(host) else None
+        options = Options(
+            limits, network.api_key, tuple(network.cors), hosts, bounds.max_body, public.traces, public.log_prompts
+        )
+        app = make_app(served, options)
         if not network.api_key and not is_loopback(host):
             say("warning: everybody who reaches this machine can use the server: set --api-key or OUTRIDER_API_KEY")
         shown = f"[{host}]" if ":" in host else host

@@ -33,20 +33,21 @@ log = logging.getLogger("outrider.server")
 PAGE = Path(__file__).parent / "page"
 TRACE = "X-Outrider-Trace"
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorBody} for code in (400, 401, 404, 405, 413, 422, 429, 500, 503)
+    code: {"model": ErrorBody} for code in (400, 401, 403, 404, 405, 413, 422, 429, 500, 503)
 }
 router = APIRouter()
 
 
 @dataclass(frozen=True)
 class Options:
-    """limits: of the engine. api_key: what requests must bring. cors: origins of pages that may ask. max_body: bytes of a request.
-    traces: a folder for traces of requests that ask for one. log_prompts: prompts and answers stand in the log.
+    """limits: of the engine. api_key: what requests must bring. cors: origins of pages that may ask. hosts: names that requests
+    may call the server by, besides localhost and addresses; None for any. max_body: bytes of a request. traces: a folder for traces of requests that ask for one. log_prompts: prompts and answers stand in the log.
     """
 
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
     cors: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
     max_body: int = 8 * 2**20
     traces: str | None = None
     log_prompts: bool = False
@@ -92,12 +93,14 @@ def make_app(served: Served, options: Options | None = None) -> FastAPI:
     app.state.service = service
     app.include_router(router)
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
-    app.add_middleware(cast(Any, Gate), metrics=service.metrics, api_key=options.api_key, max_body=options.max_body)
+    passing = {"api_key": options.api_key, "max_body": options.max_body, "hosts": options.hosts}
+    app.add_middleware(cast(Any, Gate), metrics=service.metrics, **passing)
     if options.cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(options.cors), allow_methods=["*"], allow_headers=["*"])
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _failed)
     return app
 
@@ -118,6 +121,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     made = Refusal(failed.status_code, str(failed.detail), "invalid_request_error").response()
     made.headers.update(failed.headers or {})
     return made
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    """JSON within JSON without end: nothing else that is done for a request calls itself."""
+    return invalid("the body is nested too deeply").response()
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -188,7 +196,7 @@ async def _begin(service: Service, body: ChatRequest | CompletionRequest, reques
     answer = kind(service.served.name, jobs, tokenizer, prepared.readers, report, body.prediction is not None)
     fields = request.state.fields
     if service.options.log_prompts:
-        fields["body"] = body.model_dump(exclude_none=True)
+        fields["body"] = await request.json()
     service.scheduler.submit(jobs)
     try:
         trace = service.traces.open(answer.id, service.served.engine, jobs) if _wants_trace(request) else None

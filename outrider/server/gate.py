@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
+import re
 import time
 import uuid
-from typing import Any
+from typing import Any, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,17 +20,41 @@ log = logging.getLogger("outrider.server")
 OPEN = ("/health", "/", "/page/")
 """Paths that need no key: they tell nothing. One that ends with a slash stands for all below it."""
 QUIET = ("/health", "/metrics")
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]*)(:[0-9]*)?")
+"""What a Host header holds: a name or an address, and perhaps a port."""
+
+
+def is_called(host: str, names: Sequence[str]) -> bool:
+    """Whether a Host header is an address, localhost, or one of these names.
+
+    A page of another site can let its own name point here (DNS rebinding): its requests then are of the same origin for a browser, but
+    they still bear that name. No address can be made to point elsewhere.
+    """
+    found = HOST.fullmatch(host.lower())
+    if not found:
+        return False
+    name = found[1].strip("[]").removesuffix(".")
+    if not name or name == "localhost" or name.endswith(".localhost") or name in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class Gate:
-    """ASGI middleware. api_key: what requests must bring as a bearer token; None for no such thing. max_body: bytes."""
+    """ASGI middleware. api_key: what requests must bring as a bearer token; None for no such thing. max_body: bytes. hosts: names
+    that the server may be called by, besides localhost and addresses; None for any.
+    """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None, max_body: int):
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None, max_body: int, hosts: Sequence[str] | None = None):
         self._app = app
         self._max_body = max_body
         self._too_large = f"the body has more than {max_body} bytes"
         self._metrics = metrics
         self._key = api_key.encode() if api_key else None
+        self._hosts = None if hosts is None else [name.lower().removesuffix(".") for name in hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +90,10 @@ class Gate:
             log.log(level, "request", extra={"fields": {**fields, "status": status, "seconds": time.monotonic() - began}})
 
     def _refuse(self, scope: Scope) -> Refusal | None:
+        host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        if self._hosts is not None and not is_called(host, self._hosts):
+            why = f"this server is not called {host[:100]!r}; start it with --allow-host NAME if it should be"
+            return Refusal(403, why, "permission_error", code="host_not_allowed")
         if self._key and not self._may_enter(scope):
             return Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
         length = dict(scope["headers"]).get(b"content-length", b"0")

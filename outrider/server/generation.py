@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ..files import to_json
 from ..trace import Round, TraceWriter
 from .answers import Answer
-from .errors import Refusal, closing
+from .errors import Refusal, closing, invalid
 from .metrics import Metrics
 from .scheduler import Job, Scheduler
 
@@ -92,7 +92,8 @@ class Generation:
         if job.refused:
             raise closing()
         if job.sequence.finish == "error":
-            raise Refusal(500, job.sequence.error or "the engine failed", "server_error")
+            why = job.sequence.error or "the engine failed"
+            raise invalid(why) if job.sequence.at_fault else Refusal(500, why, "server_error")
         self._metrics.whole.observe(time.monotonic() - self._began)
 
 

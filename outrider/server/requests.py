@@ -80,6 +80,7 @@ class Served:
         if speculation is False:
             speculation = Speculation(drafter="none")
         engine = self._engine(request, speculation)
+        grammar = None
         try:
             params = self._params(request)
             prompts, tools = self._prompts(request)
@@ -94,7 +95,8 @@ class Served:
             code = "context_length_exceeded" if "context" in str(error) else None
             raise invalid(str(error), "messages" if isinstance(request, ChatRequest) else "prompt", code) from error
         except (OutriderError, UnicodeEncodeError) as error:
-            raise invalid(str(error), field_of(str(error), request)) from error
+            why = str(error).replace("lark", "tools", 1) if grammar else str(error)
+            raise invalid(why, field_of(why, request)) from error
         for sequence in sequences:
             sequence.drafter = engine.drafter if engine is not self.engine else None
             sequence.most_drafted = speculation.draft if speculation else None
@@ -129,7 +131,7 @@ class Served:
         if request.logit_bias is not None:
             values["logit_bias"] = {self._token(name): bias for name, bias in request.logit_bias.items()}
         if request.prediction is not None:
-            values["prediction"] = text_of(request.prediction.content)
+            values["prediction"] = self._prediction(text_of(request.prediction.content))
         if request.choices is not None:
             values["choices"] = tuple(request.choices)
         if isinstance(request, ChatRequest) and request.response_format is not None:
@@ -155,6 +157,13 @@ class Served:
                 raise ParameterError(f"{name} must be a whole number, 1 or more; got {value}")
             return value
         return max(self.engine.target.context_length, request.min_tokens or 1)
+
+    def _prediction(self, text: str) -> str:
+        """The text, if an answer can be as long as that. One that is much longer would cost all requests time."""
+        most, tokenizer = self.engine.target.context_length, self.engine.target.tokenizer
+        if len(text) > most and tokenizer and (number := len(tokenizer.encode_plain(text))) > most:
+            raise ParameterError(f"prediction has {number} tokens, but the context ends at {most}; give the part that matters")
+        return text
 
     @staticmethod
     def _token(name: str) -> int:

@@ -60,10 +60,10 @@ class Message(BaseModel):
 
     def as_template(self) -> dict[str, Any]:
         """The turn as chat templates take it."""
-        turn = self.model_dump(exclude_none=True)
-        turn["role"] = "system" if self.role == "developer" else self.role
-        turn["content"] = text_of(self.content) if self.content is not None else ""
-        return turn
+        role = "system" if self.role == "developer" else self.role
+        content = text_of(self.content) if self.content is not None else ""
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {"role": role, "content": content, **more}
 
 
 def text_of(content: str | list[TextPart]) -> str:
