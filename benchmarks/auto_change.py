@@ -1,6 +1,6 @@
 """How fast `auto` follows a change of text: prose, then a copy of what the prompt has, then prose. Drafted and kept tokens by round, as a plot.
 
-    python benchmarks/auto_change.py TOKENIZER_FOLDER --rows 1:13.7,2:13.0,4:13.5,6:13.4,8:14.3,16:18.8 --plot docs/images/change-of-text.png
+    python benchmarks/auto_change.py TOKENIZER_FOLDER --rows 1:13.7,2:13.0,4:13.5,6:13.4,8:14.3,16:18.8 --plot docs/change-of-text.png
 
 The texts are fixed, the drafter is `suffix`, a round takes what its rows cost; see `auto_replay.py`.
 """
@@ -24,6 +24,10 @@ dawn, opens every window before breakfast and talks to nobody until the kettle h
     """Later that evening a wind got up from the west. We could hear shutters banging along the quay, a dog somewhere, then rain. Nobody wanted
 to be first to say that the picnic was off, so cards were dealt, candles found, and an uncle began the story about the goat again.""",
 )
+
+
+AROUND = 20
+"""Rounds of prose that the plot shows on either side."""
 
 
 def main() -> None:
@@ -68,13 +72,14 @@ def plot(found: list[tuple[str, int, int]], edges: list[int], path: str) -> None
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 3))
-    places = range(len(found))
-    axes.bar(places, [drafted for _, drafted, _ in found], color="#c9d6e3", label="drafted")
-    axes.bar(places, [kept for _, _, kept in found], color="#2f6f9f", label="kept")
+    first, last = max(edges[0] - AROUND, 0), min(edges[1] + AROUND, len(found))
+    places = range(first, last)
+    axes.bar(places, [drafted for _, drafted, _ in found[first:last]], color="#c9d6e3", label="drafted")
+    axes.bar(places, [kept for _, _, kept in found[first:last]], color="#2f6f9f", label="kept")
     for edge in edges:
         axes.axvline(edge - 0.5, color="black", linewidth=0.8, linestyle=":")
-    for name, left, right in zip(("prose", "copying", "prose"), (0, *edges), (*edges, len(found))):
-        axes.text((left + right) / 2, axes.get_ylim()[1], name, ha="center", va="bottom")
+    for name, left, right in zip(("prose", "copying", "prose"), (first, *edges), (*edges, last)):
+        axes.text((left + right - 1) / 2, axes.get_ylim()[1], name, ha="center", va="bottom")
     axes.set(xlabel="round", ylabel="tokens")
     axes.legend(frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -290,20 +290,3 @@ def _sequoia(acceptance: tuple[float, ...], nodes: int, depth: int) -> tuple[np.
             taken[level, rank] = np.where(rest > 0, values.argmax(axis=1) + 1, 0)
         best[level, 1:] = 1.0 + rest
     return best, taken
-
-
-def fastest_shape(
-    acceptance: tuple[float, ...], draft: float, rows: Sequence[float], depth: int
-) -> tuple[tuple[RankPath, ...], float]:
-    """The static shape with the most tokens a second for measured costs, and its tokens per unit of time.
-
-    draft: what a level of drafting costs. rows: what a pass of the target over 1, 2, ... rows costs (`draft` in the same unit).
-    """
-    best: tuple[tuple[RankPath, ...], float] = ((), 1.0 / rows[0])
-    for levels in range(1, depth + 1):
-        for nodes in range(levels, len(rows)):
-            paths = optimal_shape(acceptance, nodes, levels)
-            rate = expected_tokens(paths, acceptance) / (levels * draft + rows[nodes])
-            if rate > best[1]:
-                best = paths, rate
-    return best

@@ -14,7 +14,7 @@ from outrider.drafters.growth import ACCEPTANCE, Growth, TreeOptions
 from outrider.errors import ParameterError
 from outrider.sampling import Sampler, SamplingParams
 from outrider.targets.table import TableTarget
-from outrider.tree import Budget, DraftTree, check_shape, expected_tokens, fastest_shape, fit_shape, optimal_shape
+from outrider.tree import Budget, DraftTree, check_shape, expected_tokens, fit_shape, optimal_shape
 
 TABLE = TableTarget(vocab_size=9, seed=5, sharpness=1.5, order=3)
 MEDUSA = "0 0.0 1 0.1 2 0.0.0 1.0 0.2 0.0.1"
@@ -214,22 +214,6 @@ def test_the_optimal_shape_against_every_shape() -> None:
             check_shape(found)
             assert len(found) <= nodes and all(len(path) <= depth for path in found)
             assert expected_tokens(found, acceptance) - price * len(found) == pytest.approx(best, abs=1e-12)
-
-
-def test_the_fastest_shape_against_every_shape() -> None:
-    rng = random.Random(4)
-    for _ in range(6):
-        acceptance = tuple(sorted((rng.random() / 2 for _ in range(3)), reverse=True))
-        rows = [1.0, *(1.0 + 0.15 * i + (0.4 if i > 3 else 0.0) for i in range(1, 7))]
-        draft = rng.choice((0.02, 0.2, 0.5))
-        rates = [1.0]
-        for shape in set(shapes(6, 4, 3)) - {()}:
-            rates.append(expected_tokens(shape, acceptance) / (max(map(len, shape)) * draft + rows[len(shape)]))
-        found, rate = fastest_shape(acceptance, draft, rows, 4)
-        assert rate == pytest.approx(max(rates), abs=1e-12)
-        levels = max(map(len, found), default=0)
-        assert expected_tokens(found, acceptance) / (levels * draft + rows[len(found)]) == pytest.approx(rate)
-    assert fastest_shape((0.1,), 1.0, [1.0, 2.0, 3.0], 2) == ((), 1.0)  # nothing pays
 
 
 def test_expected_tokens() -> None:
