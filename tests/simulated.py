@@ -6,7 +6,7 @@ The optimum for them is computed by dynamic programming, so that what a calibrat
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Callable, Sequence
 
@@ -80,6 +80,8 @@ class Simulation:
         self.luck: list[float] = [0.0]
         self.drafter = Simulated(self)
         self.asked = 0
+        self.each = 0.0  # seconds that a pass takes longer for each further sequence
+        self.claims: float | None = None  # the score that the drafter gives every token, whatever its true chance
 
     def clock(self) -> int:
         return round(self.now * 1e9)
@@ -116,6 +118,30 @@ class Simulation:
             pace.learn(rounds[-1:])
         return self.now - began, rounds
 
+    def run_together(self, pace: Any, rounds: int, sequences: Sequence[Any]) -> tuple[float, list[Round]]:
+        """Seconds for so many rounds of a batch, and the rounds of all of them."""
+        began, made = self.now, []
+        for _ in range(rounds):
+            budgets, proposing = pace.budgets(sequences), self.now
+            asked = [i for i, budget in enumerate(budgets) if budget.nodes > 0]
+            trees = [DraftTree.chain(0) for _ in sequences]
+            if asked:
+                work = [Ask(sequences[i].state, sequences[i].tokens, budgets[i]) for i in asked]
+                for i, tree in zip(asked, pace.propose(self.drafter, [sequences[i] for i in asked], work)):
+                    trees[i] = tree
+            proposed, rows = self.now - proposing, sum(map(len, trees))
+            seconds = self.spend(self.cost(rows) + self.each * (len(trees) - 1))
+            times = Times(propose=round(proposed * 1e9) // len(trees), forward=round(seconds * 1e9) // len(trees))
+            new = []
+            for s, tree, budget in zip(sequences, trees, budgets):
+                kept = self.kept(len(s.tokens), len(tree) - 1)
+                new.append(replace(round_of(s, tree, budget, kept, times), rows=rows, sequences=len(trees)))
+                s.tokens += [0] * (kept + 1)
+                s.rounds += 1
+            pace.learn(new)
+            made += new
+        return self.now - began, made
+
     def kept(self, position: int, drafted: int) -> int:
         for k in range(1, drafted + 1):
             state = self.state_at(position + k - 1)
@@ -127,8 +153,8 @@ class Simulation:
 class Stub:
     """What a pace sees of a sequence."""
 
-    def __init__(self, drafter: Drafter | None = None):
-        self.tokens = [0] * 20
+    def __init__(self, drafter: Drafter | None = None, length: int = 20):
+        self.tokens = [0] * length
         self.room = 1 << 20
         self.drafter = drafter
         self.rounds = 0
@@ -160,6 +186,8 @@ class Simulated(Drafter):
         score = None
         if sim.text.scored:
             score = [sim.text.chances[sim.state_at(len(tokens) + k - 1)](k) for k in range(1, n + 1)]
+        elif sim.claims is not None:
+            score = [sim.claims] * n
         return DraftTree.chain(0, [1] * n, score=score)
 
 

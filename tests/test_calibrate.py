@@ -14,6 +14,7 @@ from simulated import (
     CURVES,
     Simulation,
     Stub,
+    Text,
     Timed,
     bursty,
     calibrator,
@@ -140,6 +141,22 @@ def test_it_adapts_within_ten_rounds() -> None:
 
 
 # ---- what is measured --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_batch_are_not_taken_for_rows_of_one_sequence() -> None:
+    """Each further sequence costs as much as a pass. Neither the price of a row in the batch nor that of a pass alone follows it."""
+    cost = curve("SmolLM2, six rows at a time")
+    simulation = Simulation(constant(0.5), cost, 0.0, 8, 0.03)
+    simulation.each = cost(1)
+    made = calibrator(simulation)
+    sequences = [Stub(simulation.drafter, 20 + 500 * i) for i in range(8)]
+    for _ in range(3):
+        simulation.run(made, 60)
+        assert made._pass(1) == pytest.approx(cost(1), rel=0.15)
+        assert made._pass(6) == pytest.approx(cost(6), rel=0.15)
+        simulation.run_together(made, 60, sequences)
+        assert made._pass(8) == pytest.approx(cost(8) + 7 * cost(1), rel=0.1)
+        assert made._pass(12) - made._pass(8) < 3 * (cost(12) - cost(8))
 
 
 def test_a_curve_is_as_it_is() -> None:
@@ -326,6 +343,38 @@ def test_a_batch_shares_its_rows() -> None:
     made._active = [None, None]  # type: ignore[list-item]
     one, other = made._shared(offers, 2 / made._pass(2))  # type: ignore[misc]
     assert one is not None and other is not None and one.taken > other.taken + 2 and one.taken + other.taken < 16
+
+
+def test_a_useless_drafter_costs_a_whole_batch_next_to_nothing() -> None:
+    """What is spent on trying it is shared by all sequences, not spent by each."""
+    for name in ("Qwen 1.5B Q4_K_M, llama.cpp", "SmolLM2, six rows at a time", "convex"):
+        for step in (0.0, 0.002, 0.05):
+            cost = curve(name)
+            simulation = Simulation(constant(0.01), cost, step * cost(16), 6, 0.05)
+            made = calibrator(simulation)
+            sequences = [Stub(simulation.drafter, 20 + 500 * i) for i in range(16)]
+            simulation.run_together(made, 100, sequences)
+            seconds, rounds = simulation.run_together(made, 300, sequences)
+            plain = sum(len(r.emitted) for r in rounds) / 16 * cost(16)
+            assert plain / seconds > (0.98 if step < 0.05 else 0.97), (name, step, plain / seconds)
+
+
+@pytest.mark.parametrize("step", [0.0, 0.02])
+@pytest.mark.parametrize("claims", [None, 0.1])
+def test_a_batch_finds_out_that_a_drafter_has_become_useful(step: float, claims: float | None) -> None:
+    """What is verified to learn from it is not given up for want of worth."""
+    cost = curve("SmolLM2, transformers")
+    chances = [0.02]
+    text = Text((lambda k: chances[0],))
+    simulation = Simulation(text, cost, step * cost(8), 7, 0.05)
+    simulation.claims = claims
+    made = calibrator(simulation)
+    sequences = [Stub(simulation.drafter, 20 + 500 * i) for i in range(8)]
+    _, before = simulation.run_together(made, 200, sequences)
+    chances[0] = 0.95
+    _, after = simulation.run_together(made, 120, sequences)
+    assert sum(r.accepted for r in before[-400:]) < 40
+    assert sum(r.accepted for r in after[-400:]) > 400
 
 
 # ---- several drafters as one -----------------------------------------------------------------------------------------------------

@@ -48,14 +48,14 @@ PLAIN = 32
 LEAST = 1e-9
 """Worth of what is verified to learn from it."""
 BAND = 1024
-"""Tokens of context from which on each doubling has costs of its own."""
+"""Tokens of context from which on each doubling has costs of its own. So has each doubling of the sequences in a batch."""
 WARM_UP = (1, 8, 4, 2, 16, 6, 12, 3)
 """Rows of the passes that are timed at the start, in this order, as long as there is time."""
 
 
 class Offer(NamedTuple):
     """A draft with what it is worth. reach: the chance of each node, the anchor's first; order: its nodes, the likeliest first;
-    taken: how many of these are worth verifying.
+    taken: how many of these are worth verifying; least: how many of them are verified to learn from it.
     """
 
     worth: float
@@ -64,6 +64,7 @@ class Offer(NamedTuple):
     reach: list[float]
     order: list[int]
     taken: int
+    least: int = 0
 
 
 class Calibrator(Pace):
@@ -80,7 +81,7 @@ class Calibrator(Pace):
         self._clock = clock
         self._parts: WeakKeyDictionary[Drafter, Part] = WeakKeyDictionary()
         self._tracks: WeakKeyDictionary[Sequence, Track] = WeakKeyDictionary()
-        self._bands: dict[int, Curve] = {}
+        self._bands: dict[tuple[int, int], Curve] = {}
         self._pass = Curve()
         self._tokens = self._seconds = 0.0
         self._plain = self._rate = 1.0
@@ -94,7 +95,7 @@ class Calibrator(Pace):
     def budgets(self, sequences: Many[Sequence]) -> list[Budget]:
         began = time.perf_counter_ns()
         self._digest()
-        self._pass = self._band(max(len(s.tokens) for s in sequences))
+        self._pass = self._band(max(len(s.tokens) for s in sequences), len(sequences))
         self._active = [self._track(s) for s in sequences]
         self._tokens *= RECENT
         self._seconds *= RECENT
@@ -122,12 +123,19 @@ class Calibrator(Pace):
             track = self._tracks[s] = Track([self._parts[d] for d in drafters if not isinstance(d, NoDrafter)])
         return track
 
-    def _band(self, length: int) -> Curve:
-        """The costs of passes over about this much context; at first those of the nearest that was measured."""
-        band = (length // BAND).bit_length()
+    def _band(self, length: int, sequences: int = 1) -> Curve:
+        """The costs of passes over about this much context, for about so many sequences: a row of another sequence costs more than one
+        of the same. At first like those of the nearest that was measured.
+        """
+        band = context, many = (length // BAND).bit_length(), sequences.bit_length()
         if band not in self._bands:
-            near = min(self._bands, key=lambda other: abs(other - band), default=None)
-            self._bands[band] = Curve() if near is None else self._bands[near].copy()
+            near = min(self._bands, key=lambda other: (abs(other[1] - many), abs(other[0] - context)), default=None)
+            if near is None:
+                self._bands[band] = Curve()
+            elif near[1] == many:
+                self._bands[band] = self._bands[near].copy()
+            else:
+                self._bands[band] = self._bands[near].shape(1 << many - 1)
         return self._bands[band]
 
     def _expect(self, tokens: float, seconds: float) -> None:
@@ -198,15 +206,16 @@ class Calibrator(Pace):
         return best, depth, min(max(min(further, default=0.0), 0.0), 1.0)
 
     def _wait(self, stance: Stance, now: int, cost: float, good: float, plain: float) -> None:
-        """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost a `PROBES` part of the time. Where good moods
-        are known to come, not longer than loses the least by looking and by missing them together.
+        """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost of all sequences' probes a `PROBES` part of
+        the time. Where good moods are known to come, not longer than loses the least by looking and by missing them together.
 
         cost: of a probe, in seconds. good: what a round in a good mood is worth, times how often one begins.
         """
-        dear = cost / (PROBES * plain)
+        missed = cost / plain * len(self._active)  # tokens that all sequences have not emitted in that time
+        dear = missed / PROBES
         stance.pause = int(min(max(2 * stance.pause, dear / 4, 1), max(PAUSE, dear)))
         if good > 0:
-            stance.pause = min(stance.pause, max(int((2 * cost / plain / good) ** 0.5), 1))
+            stance.pause = min(stance.pause, max(int((2 * missed / good) ** 0.5), 1))
         stance.resume = now + stance.pause
 
     def _budget(self, plan: Plan, has_grammar: bool) -> Budget:
@@ -230,7 +239,7 @@ class Calibrator(Pace):
             asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.worth > _worth(best[n])]
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
                 if tracks[n].plan.is_probe and offer.order:
-                    offer = offer._replace(taken=len(offer.order), worth=max(offer.worth, _worth(best[n]) + 1))
+                    offer = _to_learn(offer, len(offer.order), max(offer.worth, _worth(best[n]) + 1))
                 if offer.tree.q is not None or offer.worth > _worth(best[n]):  # what was drawn is verified
                     best[n] = offer
                 else:
@@ -326,9 +335,10 @@ class Calibrator(Pace):
             self._wait(stance, track.rounds, cost, 0.0, plain)
         if offer.order and not offer.taken:
             stance.idle += 1
-            if stance.idle * PROBES * plain > self._pass(len(self._active) + 1) - plain:
+            base = len(self._active)  # all sequences together may spend so much
+            if stance.idle * PROBES * plain > (self._pass(base + 1) - plain) * base:
                 stance.idle = 0
-                return offer._replace(taken=1, worth=LEAST)
+                return _to_learn(offer, 1, LEAST)
         return offer
 
     def _cut(self, tracks: Many[Track], work: Work, best: list[Offer | None], rate: float) -> list[DraftTree]:
@@ -354,15 +364,15 @@ class Calibrator(Pace):
     def _shared(self, best: list[Offer | None], rate: float) -> list[Offer | None]:
         """Rows shared out among sequences: their drafts compete for one pass."""
         offers = [(n, offer) for n, offer in enumerate(best) if offer is not None]
-        drawn = sum(offer.taken for _, offer in offers if offer.tree.q is not None)
+        fixed = {n: offer.taken if offer.tree.q is not None else offer.least for n, offer in offers}
         pool = [
             (-offer.reach[node], place, n)
             for n, offer in offers
             if offer.tree.q is None
-            for place, node in enumerate(offer.order)
+            for place, node in enumerate(offer.order[offer.least :])
         ]
         pool.sort()
-        base = len(self._active) + drawn
+        base = len(self._active) + sum(fixed.values())
         line, price = self._pass.line(base + len(pool)), rate * self._pass.drift
         gained = most = 0.0
         size = 0
@@ -371,13 +381,9 @@ class Calibrator(Pace):
             worth = gained - price * (line[base + many] - line[base])
             if worth > most:
                 most, size = worth, many
-        taken = dict.fromkeys(range(len(best)), 0)
         for _, _, n in pool[:size]:
-            taken[n] += 1
-        return [
-            offer if offer is None or offer.tree.q is not None else offer._replace(taken=taken[n])
-            for n, offer in enumerate(best)
-        ]
+            fixed[n] += 1
+        return [offer and offer._replace(taken=fixed[n]) for n, offer in enumerate(best)]
 
     # ---- after a round -----------------------------------------------------------------------------------------------------
 
@@ -440,6 +446,11 @@ class Calibrator(Pace):
                     curve.add(rows, (self._clock() - started) / 1e9)
         finally:
             target.close(slot)
+
+
+def _to_learn(offer: Offer, least: int, worth: float) -> Offer:
+    """The offer, so many nodes of which are verified whatever the others' are worth."""
+    return offer._replace(taken=least, least=least, worth=worth)
 
 
 def _worth(offer: Offer | None) -> float:

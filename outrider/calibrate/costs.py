@@ -36,6 +36,7 @@ class Curve:
         self._counts: dict[int, int] = {}
         self._line: list[float] = []
         self._changes = 0
+        self._levels: list[float] | None = None  # of a shape: by how much its first measurements exceed it
         self.drift = 1.0
 
     def copy(self) -> Curve:
@@ -44,6 +45,15 @@ class Curve:
         other._first = {n: list(first) for n, first in self._first.items()}
         other._counts = dict(self._counts)
         other.drift = self.drift
+        return other
+
+    def shape(self, least: int) -> Curve:
+        """A curve from `least` on that is as steep as this one, and takes its level from what is measured first."""
+        if not self._known:
+            return Curve(self._guess, self._slope)
+        other = self.copy()
+        other._known = {n: known for n, known in self._known.items() if n >= least} or {least: self.line(least)[least]}
+        other._levels = []
         return other
 
     @property
@@ -62,6 +72,11 @@ class Curve:
     def add(self, n: int, seconds: float) -> None:
         """A measurement."""
         seconds = max(seconds, 1e-9)  # a clock may not have moved
+        if self._levels is not None:
+            levels = self._levels = [*self._levels, seconds / self.line(n)[n]]
+            self.drift = min(levels) if len(levels) < FIRST else median(levels)
+            self._levels = levels if len(levels) < FIRST else None
+            return
         first = self._first.setdefault(n, [])
         if len(first) < FIRST:
             first.append(seconds / self.drift)
