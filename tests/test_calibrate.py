@@ -159,6 +159,24 @@ def test_rows_of_a_batch_are_not_taken_for_rows_of_one_sequence() -> None:
         assert made._pass(12) - made._pass(8) < 3 * (cost(12) - cost(8))
 
 
+def test_a_shape_takes_its_level_from_what_is_measured() -> None:
+    """In a batch that grows and shrinks each curve comes from another; what one has not measured is not taken for known."""
+    first = Curve()
+    for n in (1, 2, 4, 8, 12, 16) * 5:
+        first.add(n, 1 + n / 16)
+    larger = first.shape(16)
+    for _ in range(5):
+        larger.add(16, 6.0)
+    assert larger(16) == pytest.approx(6.0) and larger(18) > 6.0
+    smaller = larger.shape(8)
+    for _ in range(5):
+        for n in (12, 8):
+            smaller.add(n, 2.0 + n / 8)
+    assert smaller(8) == pytest.approx(3.0, rel=0.1) and smaller(12) == pytest.approx(3.5, rel=0.1)
+    assert first(8) == pytest.approx(1.5) and first.shape(64)(64) > 0
+    assert not Curve().shape(4).is_measured
+
+
 def test_a_curve_is_as_it_is() -> None:
     made = Curve()
     for rows, seconds in ((1, 392.0), (2, 825.0), (8, 1256.0), (4, 1176.0)):

@@ -51,9 +51,12 @@ class Curve:
         """A curve from `least` on that is as steep as this one, and takes its level from what is measured first."""
         if not self._known:
             return Curve(self._guess, self._slope)
-        other = self.copy()
+        other = Curve(self._guess, self._slope)
         other._known = {n: known for n, known in self._known.items() if n >= least} or {least: self.line(least)[least]}
+        other._first = {n: list(first) for n, first in self._first.items() if n in other._known}
+        other._counts = {n: len(first) for n, first in other._first.items()}
         other._levels = []
+        other.drift = self.drift
         return other
 
     @property
