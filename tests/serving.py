@@ -35,7 +35,7 @@ class Running:
         self.url = f"http://127.0.0.1:{port}"
 
     def client(self, **options: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, **{"timeout": 60, **options})
+        return httpx2.Client(base_url=self.url, **{"timeout": 300, **options})
 
     def chat(self, **body: Any) -> dict[str, Any]:
         """The answer to one request; an AssertionError for any other status than 200."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -72,6 +73,63 @@ def test_acceptance_does_not_suffer(drafter: str, times: int) -> None:
             hits.append(cached(usage))
         assert len(texts) == 1 and hits[0] == 0 and len(set(hits[1:])) == 1 and hits[1] == usage["prompt_tokens"] - 1
         assert rates[0] > 0.2 and max(abs(rate - rates[0]) for rate in rates) <= 0.02, rates
+
+
+NOTES = "\n".join(
+    f"Day {i}: station {chr(65 + i * 7 % 26)} measured {i * 37 % 101} units, {i * 53 % 89} of them at night."
+    for i in range(1, 95)
+)
+QUESTIONS = (
+    "Which station measured the most units?",
+    "List the first five days again, word for word.",
+    "Write a short letter about these measurements.",
+    "What happened at night?",
+    "Write a Python function that reads such notes.",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "draft"), [("suffix", 4), ("auto", "auto")])
+def test_a_conversation_of_two_thousand_tokens(drafter: str, draft: int | str) -> None:
+    """The next turn computes only what is new, the second run of it is drafted for as well, and so are two hundred requests in a row."""
+    engine = load("smollm2", drafter, draft=draft)
+    computed: list[int] = []
+    prefill = engine.target.prefill
+
+    def counting(slot: Any, tokens: Any, **more: Any) -> Any:
+        computed.append(len(tokens))
+        return prefill(slot, tokens, **more)
+
+    engine.target.prefill = counting  # type: ignore[method-assign]
+    with serving(Served("tiny", engine), prefixes=4) as server:
+        messages = [{"role": "user", "content": f"{NOTES}\n\n{QUESTIONS[0]}"}]
+        first, _ = turn(server, messages, max_tokens=48)
+        assert first["prompt_tokens"] >= 2000 and sum(computed) == first["prompt_tokens"] - 1
+        computed.clear()
+        messages.append({"role": "user", "content": QUESTIONS[1]})
+        second, report = turn(server, messages, max_tokens=48)
+        new = second["prompt_tokens"] - first["prompt_tokens"] - first["completion_tokens"]
+        assert sum(computed) == second["prompt_tokens"] - 1 - cached(second) <= new + 8
+        _, again = turn(server, messages[:-1], max_tokens=48)
+        print(
+            f"{first['prompt_tokens']} tokens, then {sum(computed)} computed for {new} new; {rate(report):.3f}, {rate(again):.3f} kept"
+        )
+        assert rate(report) > 0.2 and rate(again) >= rate(report) - 0.02
+        kept, per_pass = [], []
+        for i in range(200):
+            asked = [*messages[:2], {"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}]
+            usage, report = turn(server, asked, max_tokens=16)
+            assert usage["prompt_tokens"] - cached(usage) < 40
+            kept.append(rate(report))
+            per_pass.append(len(report["tokens"]) / report["passes"])
+    for name, values, least in (("kept", kept, -0.02), ("tokens a pass", per_pass, -0.03 * fmean(per_pass))):
+        print(f"{name} in each fifty requests: {', '.join(f'{fmean(values[at : at + 50]):.3f}' for at in range(0, 200, 50))}")
+        assert fmean(values[100:]) - fmean(values[:100]) >= least
+
+
+def rate(report: dict[str, Any]) -> float:
+    """The share of what was drafted that was kept."""
+    return report["accepted"] / max(report["proposed"], 1)
 
 
 def test_a_shared_prompt_is_computed_once_though_all_come_at_once() -> None:
