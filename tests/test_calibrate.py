@@ -34,6 +34,7 @@ from outrider.branching import Branch, outcomes
 from outrider.calibrate import Calibrator
 from outrider.calibrate.acceptance import Acceptance, Mood
 from outrider.calibrate.costs import Curve
+from outrider.calibrate.parts import Plan
 from outrider.decode import Sequence as Decoded
 from outrider.decode import decode
 from outrider.drafters import Drafter, State, load_drafter
@@ -423,3 +424,9 @@ def test_nothing_is_asked_of_no_drafter() -> None:
     t = TableTarget(**LAW)
     s = Decoded(t, [1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True), "block")
     assert all(r.budget.nodes == 0 for r in decode(t, NoDrafter(), [s], Calibrator(NoDrafter())))
+
+
+def test_a_probe_does_not_take_the_place_of_a_good_free_draft() -> None:
+    probe, planned = Plan(paid=1, is_probe=True, worth=1e9), Plan(paid=1, worth=2.5)
+    assert [probe.is_wanted(offered) for offered in (0.0, 0.9, 1.0, 2.0)] == [True, True, False, False]
+    assert [planned.is_wanted(offered) for offered in (0.0, 2.0, 2.5, 3.0)] == [True, True, False, False]

@@ -34,9 +34,25 @@ def test_it_is_small_and_says_what_it_is(name):
     assert len(offsets) == int(known.sum()) == tensors.shape("lm_head.weight")[0]
 
 
-@pytest.mark.skipif(
+here = pytest.mark.skipif(
     not (folder("smollm2") / "config.json").exists(), reason="the packaged model is not here: outrider models get smollm2"
 )
+
+
+@here
+def test_auto_takes_the_head_and_each_text_is_the_targets():
+    target = outrider.load("smollm2", None).target
+    auto = load_drafter("auto", target)
+    assert [part.name for part in auto.parts] == ["suffix", "eagle"]
+    messages = [{"role": "user", "content": QUESTIONS[1]}]
+    one, other = (outrider.load(target, drafter).generate(messages, max_tokens=48) for drafter in (None, auto))
+    where = difference(
+        target, outrider.load(target, None).encode(messages), outrider.SamplingParams(max_tokens=48), one.tokens, other.tokens
+    )
+    assert where is None or where.near_tie
+
+
+@here
 @pytest.mark.parametrize("name", SHIPPED)
 def test_it_drafts_for_the_packaged_model(name):
     assert "smollm2" in PACKAGED

@@ -236,7 +236,7 @@ class Calibrator(Pace):
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
                 best[n] = _better(best[n], self._judge(tracks[n], offer, rate))
         for i in dict.fromkeys(track.plan.paid for track in tracks if track.plan.paid is not None):
-            asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.worth > _worth(best[n])]
+            asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.is_wanted(_worth(best[n]))]
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
                 if tracks[n].plan.is_probe and offer.order:
                     offer = _to_learn(offer, len(offer.order), max(offer.worth, _worth(best[n]) + 1))

@@ -82,6 +82,12 @@ class Plan:
     chances: list[float] = field(default_factory=list)
     allowed: int = 0
 
+    def is_wanted(self, offered: float) -> bool:
+        """Whether the one that costs is asked where a free draft is worth `offered` tokens: a probe costs that draft besides, so not for
+        a token or more.
+        """
+        return offered < 1 if self.is_probe else self.worth > offered
+
 
 class Track:
     """One sequence: how it stands to each part, and its plan for this round."""

@@ -51,7 +51,7 @@ class Entry:
 TABLE: dict[str, Entry] = {
     "auto": Entry(
         "auto:AutoDrafter",
-        "in each round the one of several that pays, or none: `suffix`, what the target's checkpoint holds, and what is given",
+        "in each round the one of several that pays, or none: `suffix`, what the target's checkpoint or Outrider holds for it, and what is given",
         "nothing; more drafters with `-o model=A,B`",
         ("chain", "tree"),
         "",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Sequence
 
 from ..errors import LoadError, ParameterError
+from ..models import SHIPPED
 from ..sampling import Sampler
 from ..targets.base import Output, Target
 from ..tree import DraftTree
@@ -58,7 +59,7 @@ class AutoState(State):
 
 
 class AutoDrafter(Drafter):
-    """Drafters that fit a target: `suffix`, what its own checkpoint holds, and those that are given."""
+    """Drafters that fit a target: `suffix`, what its own checkpoint holds, the head that comes with this package, those that are given."""
 
     name = "auto"
     Options = AutoOptions
@@ -79,7 +80,7 @@ class AutoDrafter(Drafter):
 
         parts: list[Drafter] = [SuffixDrafter(SuffixOptions(shape=options.shape))]
         given = [name for name in (source or "").split(",") if name]
-        parts += [load_drafter(name, target, **loading) for name in (*_inside(target), *given)]
+        parts += [load_drafter(name, target, **loading) for name in (*_inside(target), *_beside(target), *given)]
         return cls(parts, options)
 
     @classmethod
@@ -142,6 +143,11 @@ def _within(part: Drafter, ask: Ask) -> Any:
 def _states(state: State) -> list[State]:
     assert isinstance(state, AutoState)
     return state.states
+
+
+def _beside(target: Target) -> list[str]:
+    """The head for it inside this package."""
+    return [name for name in SHIPPED if name == f"eagle3-{target.name}"]
 
 
 def _inside(target: Target) -> list[str]:
