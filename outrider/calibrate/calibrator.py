@@ -35,8 +35,10 @@ PROBES = 0.01
 """Most of the time that goes into trying drafters that did not pay."""
 PAUSE = 8
 """Longest pause, in rounds, of a drafter whose probes cost less than that."""
-RECENT = 0.93
-"""Weight of the throughput so far, with each round."""
+RECENT = 0.6
+"""Weight of the throughput so far, with each round. A good stretch has so many tokens, not so many rounds: in it a second is worth what the
+stretch gives, not what the text gives on average, so the throughput follows quickly.
+"""
 LATELY = 0.9
 """The same of what asking a drafter was worth."""
 ENOUGH = 16
@@ -165,7 +167,8 @@ class Calibrator(Pace):
                 stance.pause = 0
             elif track.rounds >= stance.resume:
                 rows = max(self._pass(len(self._active) + round(depth * part.rows)) - plain, 0.0)  # on a noisy machine
-                good = self._ahead(part, HIGH, limit, plain, rate)[0] * part.acceptance.changes
+                good, deep, _ = self._ahead(part, HIGH, limit, plain, rate)
+                good *= part.acceptance.changes / sum(part.acceptance.ahead(deep, HIGH)[0])
                 self._wait(stance, track.rounds, part.seconds(depth, plain) + rows + feeding, good, plain)
                 worth, is_probe = 1e9, True
             if worth > plan.worth:
@@ -209,7 +212,7 @@ class Calibrator(Pace):
         """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost of all sequences' probes a `PROBES` part of
         the time. Where good moods are known to come, not longer than loses the least by looking and by missing them together.
 
-        cost: of a probe, in seconds. good: what a round in a good mood is worth, times how often one begins.
+        cost: of a probe, in seconds. good: what a token in a good mood is worth, times how often one begins.
         """
         missed = cost / plain * len(self._active)  # tokens that all sequences have not emitted in that time
         dear = missed / PROBES
