@@ -1,31 +1,36 @@
 """The planner against measurement on this machine: predicted first, then measured, in the same run.
 
-    python benchmarks/planner.py record TARGET DRAFTER --out acceptance.json [--lengths 2,4,8] [--tokens 48] [--number 4]
-    python benchmarks/planner.py check TARGET DRAFTER --acceptance acceptance.json [--batches 1,2,4]
+    python benchmarks/planner.py record TARGET DRAFTER --file acceptance.jsonl [--lengths 2,4,8] [--tokens 48] [--number 4]
+    python benchmarks/planner.py check TARGET DRAFTER --file acceptance.jsonl [--batches 1,2,4] [--repeats 1] --name NAME
 
 `record` decodes the prompts once with drafts of the largest length and writes each sequence's verdicts, no times: that is the acceptance.
-`check` measures this machine (`plan.here`, which knows nothing of the models), predicts each draft length at each batch size from that and the
-recorded acceptance, and only then measures it. The machine is measured again for each batch size and repeat, because what its memory
-delivers may change from minute to minute. Greedy; DRAFTER is a model or a drafter's name; draft models draft to the full length.
-Predicted and measured are the medians of the repeats.
+`check` goes through all draft lengths and batch sizes. For each it measures the machine (`plan.here`, which knows nothing of the models),
+predicts from that and the recorded acceptance, and only then measures. The machine is measured anew each time because what its memory
+delivers may change from minute to minute. Greedy; DRAFTER is a model, a head, `suffix` or `lookup`; models and heads draft to the full
+length. Runs with the same name add up; predicted and measured are medians over them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 from pathlib import Path
+from typing import Any
 
-from common import prompts, save
+from common import RESULTS, prompts, save
 
 import outrider
 from outrider.drafters import Drafter, load_drafter
-from outrider.drafters.model import ModelDrafter, ModelOptions
-from outrider.plan import acceptance, here, predict, replay, shapes
+from outrider.plan import acceptance, predict, replay, shapes
+from outrider.plan.here import Gauge
 from outrider.plan.passes import Placement
 from outrider.targets.transformers import TransformersTarget
 from outrider.trace import TraceWriter, read_trace
+
+GAUGED = 2
+"""Repeats of the machine's measurement before each cell."""
 
 
 def main() -> None:
@@ -33,17 +38,17 @@ def main() -> None:
     parser.add_argument("mode", choices=("record", "check"))
     parser.add_argument("target")
     parser.add_argument("drafter")
-    parser.add_argument("--acceptance", "--out", dest="file", required=True)
+    parser.add_argument("--file", required=True)
     parser.add_argument("--lengths", default="2,4,8")
     parser.add_argument("--batches", default="1,2,4")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--number", type=int, default=4, help="of prompts")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--name", default="planner")
     arguments = parser.parse_args()
     lengths = [int(n) for n in arguments.lengths.split(",")]
     target = TransformersTarget.load(arguments.target)
-    drafter = load(arguments.drafter, target)
+    drafter = load_drafter(arguments.drafter, target, {"min_probability": 0.0} if is_model(arguments.drafter) else {})
     assert target.tokenizer is not None
     chat = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in prompts(None, (), arguments.number)]
     if arguments.mode == "record":
@@ -52,10 +57,8 @@ def main() -> None:
         check(target, drafter, chat, lengths, arguments)
 
 
-def load(name: str, target: TransformersTarget) -> Drafter:
-    if Path(name).exists():
-        return ModelDrafter(TransformersTarget.load(name), ModelOptions(min_probability=0.0))
-    return load_drafter(name, target)
+def is_model(name: str) -> bool:
+    return name not in ("suffix", "lookup")
 
 
 def record(
@@ -72,35 +75,36 @@ def check(
     target: TransformersTarget, drafter: Drafter, chat: list[list[int]], lengths: list[int], arguments: argparse.Namespace
 ) -> None:
     verdicts = replay.Replay(read_trace(arguments.file)[1])
-    own = drafter.model if isinstance(drafter, ModelDrafter) else None
+    if len(verdicts.sequences) != len(chat):
+        raise SystemExit(f"{arguments.file} has {len(verdicts.sequences)} prompts; record as many as are measured (--number)")
+    shape, own = shapes.read_shape(arguments.target), is_model(arguments.drafter)
+    batches = [int(n) for n in arguments.batches.split(",")]
+    cells = [(length, batch) for batch in batches for length in (0, *lengths)]
+    path = RESULTS / f"{arguments.name}.json"
+    known: list[dict[str, Any]] = json.loads(path.read_text())["cells"] if path.exists() else []
+    found = {(c["draft"], c["batch"]): c for c in known}
+    gauge = Gauge()
     setting = predict.Setting(
-        target=shapes.read_shape(arguments.target),
+        target=shape,
         drafter=predict.Drafter(drafter.name, shapes.read_shape(arguments.drafter) if own else None),
-        hardware=here.here(),
+        hardware=gauge.measure(),
         place=Placement(),
         drafter_on_gpu=False,
         context=round(statistics.mean(map(len, chat)) + arguments.tokens / 2),
     )
-    batches = [int(n) for n in arguments.batches.split(",")]
-    cells = [(length, batch) for batch in batches for length in (0, *lengths)]
-    predicted: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
-    measured: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
-    for cell in cells:
-        measured_speed(target, drafter, chat[: max(batches)], 6, *cell)
+    measured_speed(target, drafter, chat[: max(batches)], 12, max(lengths), max(batches))
     for _ in range(arguments.repeats):
-        for batch in batches:
-            setting = dataclasses.replace(setting, hardware=here.here())
-            for length in (0, *lengths):
-                predicted[length, batch].append(predicted_speed(setting, verdicts, length, batch))
-                print(f"predicted draft {length} batch {batch}: {predicted[length, batch][-1]:.2f}", end="; ", flush=True)
-                measured[length, batch].append(measured_speed(target, drafter, chat, arguments.tokens, length, batch))
-                print(f"measured {measured[length, batch][-1]:.2f} tokens/s", flush=True)
-    rows = []
-    for cell in cells:
-        mine, true = statistics.median(predicted[cell]), statistics.median(measured[cell])
-        rows.append({"draft": cell[0], "batch": cell[1], "predicted": predicted[cell], "measured": measured[cell]})
-        rows[-1]["error"] = mine / true - 1
-        print(f"draft {cell[0]} batch {cell[1]}: predicted {mine:.2f}, measured {true:.2f} tokens/s, {mine / true - 1:+.1%}")
+        for length, batch in cells:
+            setting = dataclasses.replace(setting, hardware=gauge.measure(GAUGED))
+            cell = found.setdefault((length, batch), {"draft": length, "batch": batch, "predicted": [], "measured": []})
+            cell["predicted"].append(predicted_speed(setting, verdicts, length, batch))
+            print(f"draft {length} batch {batch}: predicted {cell['predicted'][-1]:.2f}", end=", ", flush=True)
+            cell["measured"].append(measured_speed(target, drafter, chat, arguments.tokens, length, batch))
+            print(f"measured {cell['measured'][-1]:.2f} tokens/s", flush=True)
+    for cell in found.values():
+        mine, true = statistics.median(cell["predicted"]), statistics.median(cell["measured"])
+        cell["error"] = mine / true - 1
+        print(f"draft {cell['draft']} batch {cell['batch']}: predicted {mine:.2f}, measured {true:.2f}, {cell['error']:+.1%}")
     save(
         arguments.name,
         {
@@ -109,8 +113,8 @@ def check(
             "prompts": len(chat),
             "tokens": arguments.tokens,
             "last_hardware": setting.hardware.as_dict(),
-            "worst": max(abs(row["error"]) for row in rows),
-            "cells": rows,
+            "worst": max(abs(cell["error"]) for cell in found.values()),
+            "cells": list(found.values()),
         },
     )
 

@@ -1,6 +1,7 @@
 """The planner's arithmetic by hand: shapes, passes, placement, drafts, words, flags; and the command."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from outrider.cli import app
 from outrider.errors import LoadError, ParameterError
+from outrider.models import shipped
 from outrider.plan import flags, words
 from outrider.plan.acceptance import Acceptance, Draft, fit
 from outrider.plan.hardware import GPUS, HOSTS, Device, Hardware, Overheads, read_hardware
@@ -260,6 +262,19 @@ def test_this_machine_is_measured():
         and host.slack(1) == host.curve[0][1]
         and host.slack(1000) == host.curve[-1][1]
     )
+
+
+def test_an_eagle_head_is_counted_as_its_file_has_it():
+    """All but the product that makes features, which does not run for each drafted token."""
+    from safetensors import safe_open
+
+    with safe_open(shipped("eagle3-smollm2") / "model.safetensors", "pt") as file:
+        names = file.keys()
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in names}
+    shape = read_shape("eagle3-smollm2")
+    assert shape.parameters == sum(sizes.values()) - sizes["fc.weight"] - sizes["d2t"] - sizes["t2d"]
+    assert shape.bytes == 2 * shape.parameters and shape.vocabulary == sizes["d2t"]
+    assert shape.head.parameters == sizes["lm_head.weight"] + sizes["norm.weight"]
 
 
 GPU = ("--gpu", "RTX 3090")

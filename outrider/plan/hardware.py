@@ -25,13 +25,15 @@ class Overheads:
     """Seconds that are neither reading nor arithmetic. They are never hidden in an efficiency.
 
     layer, layer_sequence: of each layer in each pass, and for each sequence in it. whole: of each pass. turn: of each sequence and
-    round, in the loop around the passes. logit: of each row and vocabulary entry, from logits to probabilities.
+    round, in the loop around the passes. step: of each sequence and level that a model drafts, around its passes. logit: of each row
+    and vocabulary entry, from logits to probabilities.
     """
 
     layer: float = 0.0
     layer_sequence: float = 0.0
     whole: float = 0.0
     turn: float = 0.0
+    step: float = 0.0
     logit: float = 0.0
 
 

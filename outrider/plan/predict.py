@@ -66,14 +66,14 @@ class Setting:
 
     def drafting(self, draft: Draft, sequences: int, nodes: float) -> float:
         """Seconds of proposing so many of the draft's nodes: one pass of the drafter for each level, over the nodes of the one above."""
-        seconds = nodes * sequences * self.drafter.seconds
+        seconds, overheads = nodes * sequences * self.drafter.seconds, self.main.overheads
         shape = self.drafter.shape
         if shape is None:
             return seconds
         for level in [1, *draft.levels][: len(draft.widths)]:
             load = Load(level, sequences, self.context)
             seconds += one_pass(shape, self.hardware, self.drafter_place, load, self.unions).seconds
-            seconds += level * sequences * shape.vocabulary * self.main.overheads.logit
+            seconds += sequences * (overheads.step + level * shape.vocabulary * overheads.logit)
         return seconds * nodes / draft.nodes
 
     def loop(self, rows: float, sequences: int) -> float:

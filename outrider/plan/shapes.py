@@ -177,6 +177,8 @@ def _config(source: str) -> Any:
 
     if source in models.PACKAGED and (models.folder(source) / "config.json").exists():
         source = str(models.folder(source))
+    if source in models.SHIPPED:
+        source = str(models.shipped(source))
     if known := CONFIGS.get(Path(source).name.lower()) if not Path(source).exists() else None:
         return AutoConfig.for_model(**known)
     if "/" not in source and not Path(source).exists():
@@ -209,7 +211,7 @@ def from_config(config: Any, name: str, quantisation: str | None = None) -> Shap
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     rest = sum(p.numel() for p in model.parameters() if id(p) not in inside | tables | {id(output.weight)})
-    return Shape(
+    made = Shape(
         name=name,
         layers=layers,
         embedding=_part(embedding.weight.numel(), outer_bits),
@@ -221,6 +223,19 @@ def from_config(config: Any, name: str, quantisation: str | None = None) -> Shap
         quantisation=chosen,
         note=_mla_note(text),
     )
+    drafts = getattr(text, "draft_vocab_size", None)
+    return _eagle3(made, drafts, bits, outer_bits) if drafts else made
+
+
+def _eagle3(shape: Shape, drafts: int, bits: float, outer_bits: float) -> Shape:
+    """An EAGLE-3 head that was counted as a model: its projections read an embedding, the target's, beside the feature, and it drafts
+    fewer words than there are. What makes a feature of the target's states, once for each kept token, is left out.
+    """
+    more = [shape.hidden * (x.scores // 2 + x.kv + 1) for x in shape.layers]  # to queries, keys and values; a norm
+    layers = tuple(replace(x, dense=x.dense + _part(n, bits)) for x, n in zip(shape.layers, more))
+    spare = _part((shape.vocabulary - drafts) * shape.hidden, outer_bits)
+    head = Part(shape.head.parameters - spare.parameters, shape.head.bytes - spare.bytes)
+    return replace(shape, layers=layers, embedding=Part(), head=head, vocabulary=drafts)
 
 
 def _own_quantisation(config: Any, name: str) -> str:
