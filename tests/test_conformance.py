@@ -160,8 +160,8 @@ class Watched(Drafter):
         draws = self.drawn[id(sampler)] = []
         original = sampler.draw
 
-        def draw(logits: torch.Tensor, paths: Sequence[Sequence[int]], k: Any = 1, greedy: bool = False) -> Any:
-            drawn = original(logits, paths, k, greedy)
+        def draw(logits: torch.Tensor, paths: Sequence[Sequence[int]], k: Any = 1, *how: Any) -> Any:
+            drawn = original(logits, paths, k, *how)
             draws.extend((tuple(path), tokens, q) for path, (tokens, q, _) in zip(paths, drawn))
             return drawn
 

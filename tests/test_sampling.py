@@ -251,6 +251,45 @@ def test_ties_among_the_most_likely_go_to_the_lowest_ids(k: int) -> None:
         assert tokens == sorted(range(40), key=lambda token: (-row[token], token))[:k]
 
 
+@pytest.mark.parametrize("rule", ("rejection", "coupled"))
+@pytest.mark.parametrize("greedy", (False, True))
+@pytest.mark.parametrize(
+    "params",
+    (
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=0.7, seed=3, top_k=4, top_p=0.9),
+        SamplingParams(temperature=0.7, seed=3, presence_penalty=0.5, logit_bias={7: 3.0, 2: 9.0}, min_tokens=2),
+        SamplingParams(repetition_penalty=1.5),
+    ),
+)
+def test_draws_from_a_part_of_the_vocabulary(params: SamplingParams, greedy: bool, rule: str) -> None:
+    """Logits of some tokens draw what the whole vocabulary's would with -inf elsewhere."""
+    ids = torch.tensor([1, 4, 7, 8, 11, 13, 17, 18])
+    some = torch.randn(5, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    some[2, 3:6] = some[2].max() + 1  # equal ones
+    some[3, 4] = math.nan
+    every = torch.full((5, 20), -math.inf, dtype=torch.float64).index_copy_(1, ids, some)
+    paths, counts = [(), (4,), (4, 7), (2,), (7,)], (2, 3, 2, 2, 0)
+    one, other = (Sampler(params, [4, 1], 20, frozenset((8,)), rule=rule) for _ in range(2))
+    pairs = list(zip(one.draw(some, paths, counts, greedy, ids), other.draw(every, paths, counts, greedy), strict=True))
+    for i, (mine, theirs) in enumerate(pairs):
+        assert mine.tokens == theirs.tokens and bool(mine.tokens) == (i < 3)
+        assert mine.chances == pytest.approx(theirs.chances)
+        assert (mine.q is None) == (theirs.q is None) and (mine.q is None or torch.allclose(mine.q, theirs.q))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", (16384, 20011))
+def test_the_largest_of_a_wide_row(width: int) -> None:
+    """They are found by blocks, and may all stand in one of them or behind the last."""
+    x = torch.randint(0, 300, (30, width), generator=torch.Generator().manual_seed(width)).float()
+    x[0, -9:] = x[1, 640:649] = torch.arange(1000.0, 1009.0)
+    logits = torch.cat([x, torch.full((30, 3), 5000.0)], dim=1)  # padded, so that rows do not lie side by side
+    for k in (1, 2, 5, 40):
+        drawn = Sampler(SamplingParams(), [1], width).draw(logits, [()] * 30, k)
+        assert [d.tokens for d in drawn] == [sorted(range(width), key=lambda t: (-row[t], t))[:k] for row in x.tolist()]
+
+
 def test_several_nodes_are_drawn_as_they_would_be_alone() -> None:
     """One call draws for every node from its own law, with the numbers that single calls would use."""
     params = SamplingParams(temperature=0.9, seed=4, top_k=7, presence_penalty=1.5)
