@@ -94,7 +94,7 @@ def _try_chosen(
         refused.append(token)
         left = max(left - (at_token[child] if probability else 0.0), 1e-300)
     residual = p.index_fill(0, torch.tensor(refused, device=p.device), 0.0)
-    if not bool((residual > 0).any()):  # the siblings hold all of p: the last refusal was a rounding error
+    if not bool(residual.amax() > 0):  # the siblings hold all of p: the last refusal was a rounding error
         return max((c for c in children if at_token[c] > 0), default=children[0]), p
     return None, residual
 

@@ -30,13 +30,12 @@ class FusedNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
         self.weight = nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
-        self.eps = eps
+        self.size, self.eps = len(weight), eps
 
     def forward(self, x: Tensor) -> Tensor:
         assert kernels._skinny is not None
         x = x.contiguous()
-        out = torch.empty_like(x)
-        size = len(self.weight)
+        out, size = torch.empty_like(x), self.size
         kernels._skinny.norm(
             x.data_ptr(), self.weight.data_ptr(), out.data_ptr(), x.numel() // size, size, self.eps, kernels._number
         )
@@ -128,7 +127,7 @@ def fuse(model: nn.Module) -> int:
         for name, module in list(parent._modules.items()):
             made: nn.Module | None = None
             if module is not None and type(module).__name__.endswith("RMSNorm"):
-                made = next((norm for norm in _norms(module) if _equal(module, norm, len(norm.weight))), None)
+                made = next((norm for norm in _norms(module) if _equal(module, norm, norm.size)), None)
             elif module is not None and (mlp := _mlp(module)):
                 kind = (type(module), type(module.act_fn))
                 if kind not in agree:

@@ -58,13 +58,14 @@ class KVSlot(Slot):
 
     def commit(self, path: list[int]) -> None:
         """Keep these rows of the last pass, in this order, right behind the kept ones."""
-        if path != list(range(len(path))):
-            for store in (self.keys, self.values):
-                for held in store.values():
-                    if held.shape[1] <= self.length + max(path):
-                        continue  # of a layer that a partial pass left out
-                    rows = torch.tensor(path, device=held.device) + self.length
-                    held[:, self.length : self.length + len(path)] = held[:, rows]
+        moved = next((i for i, row in enumerate(path) if row != i), None)  # the first that is not where it belongs
+        if moved is not None:
+            rows = torch.tensor(path[moved:]) + self.length
+            for held in (*self.keys.values(), *self.values.values()):
+                if held.shape[1] <= self.length + max(path):
+                    continue  # of a layer that a partial pass left out
+                rows = rows.to(held.device)
+                held[:, self.length + moved : self.length + len(path)] = held.index_select(1, rows)
         self.length += len(path)
         if self._is_whole:
             self.whole = self.length
