@@ -185,15 +185,25 @@ def fit(head: EagleHead, target: Any, text: Sequence[int], steps: int, depth: in
 
 
 def trainable_logits(head: EagleHead, target: Any, states: Tensor, text: Tensor) -> Tensor:
-    """``head.logits`` with gradients; of a packed output matrix that is borrowed, the text's tokens and 4,096 others alone."""
+    """`every_logit` with gradients; of a packed output matrix that is borrowed, the text's tokens and 4,096 others alone."""
     if head.lm_head is not None:
-        return head.logits(states)
+        return every_logit(head, states)
     output = target.model.get_output_embeddings()
     if isinstance(output, torch.nn.Linear):
         return output(head.norm(states))[:, : target.vocab_size]
     ids = torch.cat([text, torch.randint(0, target.vocab_size, (4096,))]).unique()
     every = states.new_full((len(states), target.vocab_size), -torch.inf)
     every[:, ids] = head.norm(states) @ output.packed.rows(ids).T
+    return every
+
+
+def every_logit(head: Any, states: Tensor) -> Tensor:
+    """``head.logits`` over the target's whole vocabulary, ``[n, V]``: -inf for what a reduced one lacks."""
+    logits = head.logits(states)
+    if head.draft_ids is None:
+        return logits
+    every = logits.new_full((len(logits), head.vocab_size), -torch.inf)
+    every[:, head.draft_ids] = logits
     return every
 
 

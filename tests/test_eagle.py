@@ -59,8 +59,7 @@ def test_every_tensor_reaches_its_place(dialect: str, dtype: torch.dtype, target
     assert head.body.rotary_emb.inv_freq.dtype == torch.float32
     if dialect != "eagle":
         assert head.draft_ids.tolist() == list(range(3, 60))
-        logits = head.logits(torch.ones(1, 32, dtype=torch.float64))
-        assert torch.isfinite(logits[0]).nonzero()[:, 0].tolist() == list(range(3, 60))
+        assert head.logits(torch.ones(1, 32, dtype=torch.float64)).shape == (1, 57)
     says = load(target, str(tmp_path)).describe()
     assert says["embeddings"] == ("its own" if dialect == "speculators" else "the target's")
     assert says["output matrix"] == ("the target's" if dialect == "eagle" else "its own")
@@ -140,6 +139,41 @@ def test_output_matrix_and_embeddings_from_wherever_they_are(target: Any, tmp_pa
     assert load(target, eagles.write(tmp_path / "c", "specforge", config, padded)).head.logits(states).shape == (3, 101)
 
 
+def test_a_reduced_vocabulary_in_any_order(target: Any, tmp_path: Path) -> None:
+    """The draft's ids need not rise, and may name tokens that the target has no text for: these are never drafted."""
+    config, tensors = eagles.make("safeailab", draft=range(3, 60))
+    wanted = load(target, eagles.write(tmp_path / "a", "safeailab", config, tensors)).head
+    ids = torch.cat([torch.arange(3, 60), torch.tensor([103])])
+    known = torch.zeros(110, dtype=torch.bool)
+    known[ids] = True
+    order = torch.randperm(58, generator=torch.Generator().manual_seed(1))
+    matrix = torch.cat([tensors["lm_head.weight"], torch.full((1, 32), 9.0)])[order]
+    mixed = {**tensors, "lm_head.weight": matrix, "d2t": ids[order] - torch.arange(58), "t2d": known}
+    head = load(target, eagles.write(tmp_path / "b", "safeailab", {**config, "draft_vocab_size": 58}, mixed)).head
+    assert head.draft_ids.tolist() == wanted.draft_ids.tolist() == list(range(3, 60))
+    states = torch.randn(4, 32, dtype=torch.float64)
+    assert torch.equal(head.logits(states), wanted.logits(states))
+
+
+@pytest.mark.parametrize("dialect", eagles.DIALECTS)
+def test_layers_are_called_directly_where_that_is_the_same(dialect: str, target: Any, tmp_path: Path) -> None:
+    config, tensors = eagles.make(dialect)
+    head = load(target, eagles.write(tmp_path, dialect, config, tensors)).head
+    assert head.straight
+
+    def states() -> torch.Tensor:
+        return head.run([1, 2], torch.ones(2, 32, dtype=torch.float64), [0, 1], [Segment(KVSlot(), DraftTree.chain(1, [2]), 0)])
+
+    before = states()
+    hook = head.body.register_forward_hook(lambda _, __, out: {"last_hidden_state": 2 * out["last_hidden_state"]})
+    assert torch.equal(states(), before)  # the body itself is not called
+    hook.remove()
+    head.body.register_forward_hook(lambda _, __, out: type(out)(last_hidden_state=2 * out.last_hidden_state))
+    head.straight = False
+    head.straighten(states)  # a decoder that does more than its layers
+    assert not head.straight and torch.equal(states(), 2 * before)
+
+
 # ---- the maths -------------------------------------------------------------------------------------------------------------
 
 
@@ -153,12 +187,12 @@ def chains(head: Any, embeddings: list[int], features: torch.Tensor, depth: int)
         kv, tree = KVSlot(), DraftTree.chain(0, [0] * i)
         states = head.run(embeddings[: i + 1], features[: i + 1], range(i + 1), [Segment(kv, tree, 0)])[-1:]
         kv.length = i + 1
-        found[0, i] = head.logits(states)[0]
+        found[0, i] = eagles.every_logit(head, states)[0]
         for k in range(1, min(depth, n - i)):
             segment = Segment(kv, DraftTree.chain(0, [0] * k), 0, since=k)
             states = head.run([embeddings[i + k]], head.recycle(states), [i + k], [segment])
             kv.length += 1
-            found[k, i] = head.logits(states)[0]
+            found[k, i] = eagles.every_logit(head, states)[0]
     return found
 
 

@@ -69,11 +69,11 @@ def test_round_trip(tmp_path: Path, kind: str, layers: int) -> None:
         drafter.observe([(state, text[:8], output, range(len(output.hidden["final"])))])
     seen: list[torch.Tensor] = []
 
-    def draw(logits: torch.Tensor, paths: Any, k: Any = 1, greedy: bool = False) -> Any:
+    def draw(logits: torch.Tensor, paths: Any, k: Any = 1, *how: Any) -> Any:
         seen.append(logits[0].clone())
         forced = logits.new_full(logits.shape, -10.0)
         forced[:, text[8 + len(seen)]] = 10.0  # the text goes on, whatever the heads say
-        return original(forced, paths, k, greedy)
+        return original(forced, paths, k, *how)
 
     original, sampler.draw = sampler.draw, draw  # type: ignore[method-assign]
     (tree,) = drafter.propose([Ask(state, text[:9], Budget(5, 5))])
@@ -92,9 +92,9 @@ def test_reduced_vocabulary_and_shared_output_matrix(tmp_path: Path) -> None:
     config = published.config_of("vllm", 2, truncated_vocab_size=3)
     drafter = load(published.write(tmp_path / "a", "vllm", config, {**tensors, "token_map": ids}), t)
     logits = drafter.heads(0, torch.ones(1, 32))
-    assert logits.shape == (1, t.vocab_size) and set(torch.isfinite(logits[0]).nonzero()[:, 0].tolist()) == {4, 9, 50}
+    assert drafter.heads.token_map.tolist() == [4, 9, 50]
     own = torch.ones(1, 32)
-    assert torch.allclose(logits[0, ids], module[0][-1].weight[:3] @ module[0][0](own)[0], atol=1e-5)
+    assert torch.allclose(logits[0, [2, 0, 1]], module[0][-1].weight[:3] @ module[0][0](own)[0], atol=1e-5)
     shared = {name: x for name, x in published.tensors_of("vllm", module).items() if not name.startswith("lm_heads")}
     shared["lm_head.weight"] = module[0][-1].weight.detach()
     drafter = load(published.write(tmp_path / "b", "vllm", published.config_of("vllm", 2, original_lm_head=True), shared), t)

@@ -25,7 +25,7 @@ from .checkpoint import Checkpoint, resolve
 from .dflash_formats import Recipe, read_recipe
 from .features import PAIRS, FeatureState, store
 from .growth import Growth, TreeOptions
-from .heads import check_vocabulary, settle
+from .heads import check_vocabulary, in_order, settle
 from .mtp_head import fill
 
 
@@ -61,7 +61,7 @@ class DFlashHead(nn.Module):
         fill(self.fc, checkpoint, f"{recipe.fc}.")
         fill(self.hidden_norm, checkpoint, f"{recipe.norm}.")
         self.lm_head: nn.Linear | None = None
-        self.draft_ids: Tensor | None
+        self.draft_ids: Tensor | None  # [Vd], rising: the target's ids of a reduced vocabulary
         self.register_buffer("draft_ids", None, persistent=False)
         self._take_vocabulary(checkpoint)
 
@@ -84,7 +84,7 @@ class DFlashHead(nn.Module):
                 f"{checkpoint.folder}: tensor d2t does not lead to {len(ids)} different ids below {self.vocab_size}; it must hold offsets, "
                 "target id minus draft id"
             )
-        self.draft_ids = ids
+        self.draft_ids = in_order([self.lm_head], ids, self.vocab_size)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """What the layers are told of n positions, ``[n, H]``, from the target's states ``[n, widths]``."""
@@ -106,7 +106,7 @@ class DFlashHead(nn.Module):
             segment.slot.length += segment.n
 
     def forward(self, parts: Sequence[tuple[KVSlot, int, int]]) -> Tensor:
-        """Logits ``[sequences, drafts, V]``. Each part: the slot, the anchor, its position."""
+        """Logits ``[sequences, drafts, V]``, or ``Vd`` of a reduced vocabulary. Each part: the slot, the anchor, its position."""
         size, (target,) = self.recipe.block_size, self._target
         segments: list[Segment] = []
         tokens: list[int] = []
@@ -126,11 +126,7 @@ class DFlashHead(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         (target,) = self._target
         logits = target.head(states) if self.lm_head is None else self.lm_head(states)
-        if self.draft_ids is None:
-            return logits[:, : self.vocab_size]
-        every = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        every[:, self.draft_ids] = logits
-        return every
+        return logits[:, : self.vocab_size]
 
 
 class DFlashDrafter(Drafter):
@@ -198,7 +194,7 @@ class DFlashDrafter(Drafter):
             for (growth, _, _), logits in zip(able, found):
                 for row in logits:
                     if growth.frontier:
-                        growth.extend(row.expand(len(growth.frontier), -1))
+                        growth.extend(row.expand(len(growth.frontier), -1), self.head.draft_ids)
         return [growth.tree() for growth in growths]
 
     def _catch_up(self, behind: Sequence[FeatureState]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import LoadError, ParameterError
-from ..targets.attention import KVSlot, Pass, PassCache, Segment, passing
+from ..targets.attention import KVSlot, Pass, Segment, passing
 from ..targets.base import Target
 from ..tree import DraftTree
 from . import eagle_gguf
@@ -113,7 +113,7 @@ def probe(head: EagleHead, checkpoint: Checkpoint, target: Target) -> None:
         segment = Segment(slot, DraftTree.chain(0, rows[1:]), 0)
         with passing([segment]) as done:
             place = torch.tensor(rows, device=target.device)
-            states = head(head.embed(rows), features[rows], place, cache=PassCache(), use_cache=True)
+            states = head(head.embed(rows), features[rows], place)
         slot.length += segment.n
         return done, states
 
@@ -139,3 +139,4 @@ def probe(head: EagleHead, checkpoint: Checkpoint, target: Target) -> None:
     tolerance = (1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1) * float(at_once.abs().max())
     if not attends or not torch.equal(given[0], given[1]) or bool((at_once - in_turn).abs().max() > tolerance):
         raise LoadError(f"{checkpoint.folder}: layers of the family {family!r} do more than EAGLE's layers may; not supported")
+    head.straighten(lambda: run(KVSlot(), tokens)[1])

@@ -14,19 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoadError
-from ..targets.attention import NAME, PassCache, Segment, passing
+from ..targets.attention import NAME, Segment, passing
 from ..targets.base import Target
 from .checkpoint import Checkpoint
 from .eagle_formats import Recipe
 from .features import FeatureHead
-from .heads import check_vocabulary, settle
+from .heads import check_vocabulary, in_order, settle
 
 
 class EagleHead(FeatureHead):
     """What both kinds share. Embeddings and output matrix are the target's where the checkpoint has none."""
-
-    draft_ids: Tensor | None  # [Vd]: the target's ids of a reduced vocabulary
-    columns: Tensor | None  # [Vd']: of these, which the target has
 
     def __init__(self, recipe: Recipe, checkpoint: Checkpoint, target: Target):
         super().__init__()
@@ -41,23 +38,17 @@ class EagleHead(FeatureHead):
         self.embed_tokens = None if table is None else nn.Embedding.from_pretrained(table)
         self.lm_head: nn.Linear | None = None
         self.norm: nn.Module = nn.Identity()
-        self.register_buffer("draft_ids", None, persistent=False)
-        self.register_buffer("columns", None, persistent=False)
         if table is not None:
             check_vocabulary(checkpoint, "embed_tokens.weight", len(table), target)
 
     @abstractmethod
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
-        """States ``[n, H]`` of n pairs in their order. how: for the decoder layers, ``cache``, ``attention_mask``."""
+        """States ``[n, H]`` of n pairs in their order. how: as in `decode`."""
 
     def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
         with passing(segments):
             place = torch.tensor(positions, device=features.device)
-            return self.forward(self.embed(tokens), features, place, cache=PassCache(), use_cache=True)
-
-    def layers_of(self, inputs: Tensor, positions: Tensor, how: dict[str, Any]) -> Tensor:
-        """``[n, H]`` through the decoder layers, without a norm behind them."""
-        return self.body(inputs_embeds=inputs[None], position_ids=positions[None], **how).last_hidden_state[0]
+            return self.forward(self.embed(tokens), features, place)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """``[n, H]``"""
@@ -73,11 +64,7 @@ class EagleHead(FeatureHead):
         (target,) = self._target
         states = self.norm(states)
         logits = target.head(states) if self.lm_head is None else self.lm_head(states)
-        if self.draft_ids is None:
-            return logits[:, : self.vocab_size]
-        every = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        every[:, self.draft_ids] = logits if self.columns is None else logits[:, self.columns]
-        return every
+        return logits[:, : self.vocab_size]
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -95,6 +82,8 @@ class EagleHead(FeatureHead):
     def settle(self) -> None:
         """Bring the weights to where and how the target computes."""
         (target,) = self._target
+        if self.lm_head is not None and self.draft_ids is not None:
+            self.draft_ids = in_order([self.lm_head], self.draft_ids, self.vocab_size)
         settle(self, target, widened="embed_tokens.")
 
 
@@ -116,7 +105,7 @@ class Eagle1Head(EagleHead):
         return hidden.to(self.device)
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
-        return self.layers_of(self.fc(torch.cat([embeddings, features], dim=-1)), positions, how)
+        return self.decode(self.fc(torch.cat([embeddings, features], dim=-1)), positions, **how)
 
 
 class EntryNorm(nn.Module):
@@ -206,9 +195,7 @@ class Eagle3Head(EagleHead):
             )
         if known is not None and not torch.equal(known.nonzero()[:, 0], ids.sort().values):
             raise LoadError(f"{checkpoint.folder}: tensors d2t and t2d name different tokens ({len(ids)}, {int(known.sum())})")
-        ours = (ids < self.vocab_size).nonzero()[:, 0]
-        self.draft_ids = ids[ours]
-        self.columns = None if len(ours) == len(ids) else ours
+        self.draft_ids = ids
 
     def fuse(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self.device)
@@ -221,7 +208,7 @@ class Eagle3Head(EagleHead):
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
         self.body.layers[0].input_layernorm.embeddings = embeddings[None]
-        return self.layers_of(self.hidden_norm(features), positions, how)
+        return self.decode(self.hidden_norm(features), positions, **how)
 
 
 def _body(recipe: Recipe, checkpoint: Checkpoint) -> Any:

@@ -9,13 +9,13 @@ target accepted of it is run again with the target's features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..sampling import Sampler
-from ..targets.attention import KVSlot, Segment
+from ..targets.attention import KVSlot, PassCache, Segment
 from ..targets.base import LayerKey, Output
 from ..tree import DraftTree
 from .base import Ask, Drafter, State, Work
@@ -37,6 +37,10 @@ class FeatureReader(nn.Module, ABC):
 
     layers: tuple[LayerKey, ...]
     """Hidden states of the target that make a feature."""
+    body: Any
+    """A decoder of transformers, without embeddings."""
+    straight = False
+    """Whether `decode` may call the body's layers itself."""
 
     @abstractmethod
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -46,9 +50,39 @@ class FeatureReader(nn.Module, ABC):
     def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
         """States ``[n, H]`` of n pairs; the segments say whose they are and what they see."""
 
+    def decode(self, inputs: Tensor, positions: Tensor, **how: Any) -> Tensor:
+        """``[n, H]`` through the body. how: for its layers, ``cache``, ``attention_mask``; none of it in a `passing` pass."""
+        if how:
+            return self.body(inputs_embeds=inputs[None], position_ids=positions[None], **how).last_hidden_state[0]
+        if not self.straight:
+            return self.decode(inputs, positions, cache=PassCache(), use_cache=True)
+        states, place = inputs[None], positions[None]
+        how = {"position_embeddings": self.body.rotary_emb(states, place), "position_ids": place, "attention_mask": None}
+        for layer in self.body.layers:
+            states = layer(states, cache=PassCache(), use_cache=True, **how)
+        return self.body.norm(states)[0]
+
+    @torch.inference_mode()
+    def straighten(self, states: Callable[[], Tensor]) -> None:
+        """Leave out what transformers does around the layers in every pass (masks, defaults, outputs): beside a single layer's small
+        products that is much. Only where it changes nothing. states: runs some rows, the same each time.
+        """
+        through_body, self.straight = states(), True
+        try:
+            self.straight = torch.equal(through_body, states())
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+            self.straight = False
+
 
 class FeatureHead(FeatureReader):
     """What `FeatureDrafter` asks of a head."""
+
+    draft_ids: Tensor | None
+    """``[Vd]``, rising: the target's ids of a reduced vocabulary; None for all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("draft_ids", None, persistent=False)
 
     @abstractmethod
     def recycle(self, states: Tensor) -> Tensor:
@@ -56,7 +90,7 @@ class FeatureHead(FeatureReader):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Logits ``[n, V]`` over the target's vocabulary."""
+        """Logits ``[n, V]`` over the target's vocabulary, or ``[n, Vd]`` over the reduced one."""
 
 
 class FeatureState(State):
@@ -157,7 +191,7 @@ class FeatureDrafter(Drafter):
         while active := [draft for draft in drafts if draft.growth.frontier]:
             logits = self.head.logits(torch.cat([draft.states[-len(draft.growth.frontier) :] for draft in active]))
             for draft, rows in zip(active, logits.split([len(draft.growth.frontier) for draft in active])):
-                draft.growth.extend(rows)
+                draft.growth.extend(rows, self.head.draft_ids)
             if growing := [draft for draft in active if draft.growth.frontier]:
                 parts = [(draft.state, *draft.next_level(self.head)) for draft in growing]
                 for draft, states in zip(growing, run_pairs(self.head, parts)):

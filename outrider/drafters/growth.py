@@ -116,6 +116,7 @@ class Growth:
         self._paths: list[tuple[int, ...]] = [()]
         self._chances = [1.0]
         self.likely = [1.0]  # of the whole path
+        self._enough = -math.inf  # no node is kept that is not likelier, where the likeliest are kept
         self._q: list[Tensor | None] = [None]
         if self._nodes > 0 and self._depth > 0 and (not self._fixed or self._shape):
             self.frontier = [0]
@@ -135,23 +136,31 @@ class Growth:
             ranks.setdefault(path[:-1], []).append(path[-1])
         return ranks
 
-    def extend(self, logits: Tensor) -> None:
-        """Draw the children of the frontier from its nodes' logits ``[len(frontier), V]``; the frontier moves a level down."""
+    def extend(self, logits: Tensor, ids: Tensor | None = None) -> None:
+        """Draw the children of the frontier from its nodes' logits ``[len(frontier), V]``; the frontier moves a level down.
+
+        ids: ``[V]``, rising, the tokens that the columns stand for; None: 0, 1, ...
+        """
         above, self.frontier = self.frontier, []
         counts = [self._children(node) for node in above]
         chosen = self._greedy or self.sampler.greedy
         if not chosen and self._least > 0:  # what may be drawn is decided before it is drawn
-            best = _best_chances(self.sampler.constrain(logits, [self._paths[node] for node in above]))
+            best = _best_chances(self.sampler.constrain(logits, [self._paths[node] for node in above], ids))
             counts = [0 if self.likely[n] * b < self._least else k for n, b, k in zip(above, best, counts)]
-        drawn = self.sampler.draw(logits, [self._paths[node] for node in above], counts, self._greedy)
-        new = []
+        drawn = self.sampler.draw(logits, [self._paths[node] for node in above], counts, self._greedy, ids)
+        new, total = [], 0.0
         for node, (tokens, q, chances) in zip(above, drawn):
             self._q[node] = q
-            ranks = self._shape.get(self._ranks[node], range(len(tokens)))
-            for rank in ranks:
-                if rank < len(tokens) and (not chosen or self.likely[node] * chances[rank] >= self._least):
+            for rank in self._shape.get(self._ranks[node], range(len(tokens))):
+                if rank >= len(tokens):
+                    break
+                likely = self.likely[node] * chances[rank]
+                if chosen and likely < self._least:
+                    continue
+                total += likely
+                if likely > self._enough:
                     new.append(self._add(node, rank, tokens[rank], chances[rank]))
-        self.frontier = self._live(new)
+        self.frontier = self._live(new) if total >= self._step else []
 
     def _children(self, node: int) -> int:
         if self._growth == "chain":
@@ -174,15 +183,13 @@ class Growth:
         """Which of the new nodes are to have children."""
         if not new or len(self._ranks[new[0]]) >= self._depth:
             return []
-        if sum(self.likely[node] for node in new) < self._step:
-            return []
         if self._growth == "chain":
             return list(new)
         if self._fixed:
             return [node for node in new if self._ranks[node] in self._shape]
-        ranked = sorted(self.likely[1:], reverse=True)
-        enough = ranked[self._nodes - 1] if len(ranked) >= self._nodes else -math.inf
-        able = [node for node in new if self.likely[node] > enough]  # a child is no likelier than its parent
+        if len(self.tokens) > self._nodes:
+            self._enough = sorted(self.likely[1:], reverse=True)[self._nodes - 1]
+        able = [node for node in new if self.likely[node] > self._enough]  # a child is no likelier than its parent
         if self._growth == "dynamic":
             able = sorted(sorted(able, key=lambda node: -self.likely[node])[: self._width])
         return able

@@ -44,7 +44,7 @@ class Heads(nn.Module):
     """One stack of blocks and one output layer for each distance.
 
     grounded: head i takes ``[n, (i + 2) H]``, the state and the embeddings of the anchor and i drafted tokens; else ``[n, H]``.
-    token_map: ``[Vd]``, the target's id of each output of a reduced vocabulary.
+    token_map: ``[Vd]``, rising: the target's id of each output of a reduced vocabulary; None for all of it.
     """
 
     token_map: Tensor | None
@@ -54,24 +54,14 @@ class Heads(nn.Module):
         self.stacks = nn.ModuleList(nn.Sequential(*stack) for stack in stacks)
         self.outputs = nn.ModuleList(outputs)
         self.grounded = grounded
-        self.vocab_size = 0
         self.register_buffer("token_map", None, persistent=False)
 
     def __len__(self) -> int:
         return len(self.stacks)
 
-    def reduce(self, token_map: Tensor, vocab_size: int) -> None:
-        """The outputs stand for these ids ``[Vd]`` of the target's vocabulary alone."""
-        self.token_map, self.vocab_size = token_map, vocab_size
-
     def forward(self, level: int, inputs: Tensor) -> Tensor:
-        """Logits ``[n, V]`` of head `level`."""
-        logits = self.outputs[level](self.stacks[level](inputs))
-        if self.token_map is None:
-            return logits
-        every = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        every[:, self.token_map] = logits
-        return every
+        """Logits of head `level`, ``[n, V]`` over the target's vocabulary, or ``[n, Vd]`` over the reduced one."""
+        return self.outputs[level](self.stacks[level](inputs))
 
 
 class LastState(State):
@@ -155,7 +145,7 @@ class HeadsDrafter(Drafter):
                 break
             logits = self.heads(level, torch.cat([draft.inputs for draft in drafts]))
             for draft, rows in zip(drafts, logits.split([len(draft.inputs) for draft in drafts])):
-                draft.extend(rows)
+                draft.extend(rows, self.heads.token_map)
             self._ground(drafts)
         return [growth.tree() for growth in growths]
 
@@ -186,9 +176,9 @@ class _Draft:
         self.inputs = base[None]  # [1, W] or [len(frontier), W]
         self._rows = [0]  # for each node of the frontier its parent's row
 
-    def extend(self, logits: Tensor) -> None:
+    def extend(self, logits: Tensor, ids: Tensor | None) -> None:
         above = self.growth.frontier
-        self.growth.extend(logits.expand(len(above), -1))
+        self.growth.extend(logits.expand(len(above), -1), ids)
         row = {node: i for i, node in enumerate(above)}
         self._rows = [row[self.growth.parents[node]] for node in self.growth.frontier]
 
@@ -231,7 +221,21 @@ def reduce(heads: Heads, checkpoint: Checkpoint, ids: Tensor, target: Target) ->
         raise LoadError(
             f"{checkpoint.folder}: token_map does not hold different ids below {target.vocab_size}, the vocabulary of {target.name}"
         )
-    heads.reduce(ids.long(), target.vocab_size)
+    heads.token_map = in_order(list(dict.fromkeys(heads.outputs)), ids.long(), target.vocab_size)
+
+
+def in_order(outputs: Sequence[Any], ids: Tensor, limit: int) -> Tensor:
+    """Put the rows of output layers that stand for these ids ``[Vd]`` in the ids' rising order, without those from `limit` on.
+    Returns their ids.
+    """
+    rows = ids.argsort()
+    rows = rows[ids[rows] < limit]
+    if not torch.equal(rows, torch.arange(len(ids))):
+        for layer in outputs:
+            for name, parameter in layer.named_parameters():
+                setattr(layer, name, nn.Parameter(parameter.data[rows], requires_grad=False))
+            layer.out_features = len(rows)
+    return ids[rows]
 
 
 def settle(module: nn.Module, target: Target, widened: str = " ") -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..errors import LoadError
 from ..sampling import Sampler
-from ..targets.attention import NAME, PassCache, Segment, passing
+from ..targets.attention import NAME, KVSlot, Segment, passing
 from ..targets.base import Output, Target
+from ..tree import DraftTree
 from .base import State, Work
 from .checkpoint import Checkpoint
 from .features import FeatureReader, FeatureState, last_states, store
@@ -88,6 +89,10 @@ class PrefixDrafter(HydraDrafter):
         super().__init__(heads, target, options, facts)
         self.prefix = prefix
         settle(prefix, target)
+        rows = [0, 1, 2]
+        prefix.straighten(
+            lambda: prefix.run(rows, target.embed(rows), rows, [Segment(KVSlot(), DraftTree.chain(0, [1, 2]), 0)])
+        )
 
     def open(self, sampler: Sampler) -> State:
         return FeatureState(sampler)
@@ -132,10 +137,8 @@ class Prefix(FeatureReader):
         return hidden
 
     def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
-        place = torch.tensor([positions], device=features.device)
         with passing(segments):
-            result = self.body(inputs_embeds=features[None], position_ids=place, cache=PassCache(), use_cache=True)
-        return result.last_hidden_state[0]
+            return self.decode(features, torch.tensor(positions, device=features.device))
 
 
 def _heads(checkpoint: Checkpoint, target: Target) -> Heads:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoadError
-from ..targets.attention import NAME, KVSlot, PassCache, Segment, passing
+from ..targets.attention import NAME, KVSlot, Pass, Segment, passing
 from ..targets.base import LayerKey, Target
 from ..tree import DraftTree
 from .checkpoint import Checkpoint
@@ -125,13 +125,13 @@ class MtpModule(FeatureHead):
         (target,) = self._target
         place = torch.tensor(positions, device=features.device)
         with passing(segments):
-            return self(target.embed(tokens), features, place, cache=PassCache(), use_cache=True)
+            return self(target.embed(tokens), features, place)
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
-        """States ``[n, H]`` of n pairs in their order. how: for the decoder layer, ``cache``, ``attention_mask``."""
+        """States ``[n, H]`` of n pairs in their order. how: as in `decode`."""
         halves = [self.embedding_norm(embeddings), self.hidden_norm(features)]
         inputs = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, dim=-1))
-        return self.body(inputs_embeds=inputs[None], position_ids=positions[None], **how).last_hidden_state[0]
+        return self.decode(inputs, positions, **how)
 
     def recycle(self, states: Tensor) -> Tensor:
         return states
@@ -278,10 +278,14 @@ def probe(modules: Sequence[MtpModule], checkpoint: Checkpoint, target: Target) 
     """
     tokens, positions = [0, 1, 2], [0, 1, 2]
     features = torch.linspace(-1, 1, 3 * target.hidden_size, dtype=target.dtype, device=target.device).view(3, -1)
+
+    def run(module: MtpModule) -> tuple[Pass, Tensor]:
+        with passing([Segment(KVSlot(), DraftTree.chain(0, [1, 2]), 0)]) as done:
+            return done, module(target.embed(tokens), features, torch.tensor(positions))
+
     for place, module in enumerate(modules):
         try:
-            with passing([Segment(KVSlot(), DraftTree.chain(0, [1, 2]), 0)]) as done:
-                at_once = module(target.embed(tokens), features, torch.tensor(positions), cache=PassCache(), use_cache=True)
+            done, at_once = run(module)
             slot, in_turn = KVSlot(), []
             for i in positions:
                 in_turn.append(module.run([tokens[i]], features[i : i + 1], [i], [Segment(slot, DraftTree.chain(0), 0)]))
@@ -293,3 +297,4 @@ def probe(modules: Sequence[MtpModule], checkpoint: Checkpoint, target: Target) 
         same = bool((at_once - torch.cat(in_turn)).abs().max() <= tolerance)
         if not (done.causal and not done.masked and list(done.windows) == [place] and same):
             raise LoadError(f"{checkpoint.folder}: a layer of {target.name} does more than a module's layer may; not supported")
+        module.straighten(lambda module=module: run(module)[1])  # type: ignore[misc]
