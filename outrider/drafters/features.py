@@ -65,11 +65,11 @@ class FeatureReader(nn.Module, ABC):
     @torch.inference_mode()
     def straighten(self, states: Callable[[], Tensor]) -> None:
         """Leave out what transformers does around the layers in every pass (masks, defaults, outputs): beside a single layer's small
-        products that is much. Only where it changes nothing. states: runs some rows, the same each time.
+        products that is much. Only where it changes nothing but rounding. states: runs some rows, the same each time.
         """
         through_body, self.straight = states(), True
         try:
-            self.straight = torch.equal(through_body, states())
+            self.straight = bool((states() - through_body).abs().max() <= 1e-5 * through_body.abs().max())
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
             self.straight = False
 
