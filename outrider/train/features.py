@@ -54,8 +54,8 @@ class Features:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             states, best = folder / "states.bin", folder / "best.bin"
-            held = best.stat().st_size // 4 if best.exists() else 0
-            needed = (rows - held) * self.row_bytes
+            there = best.stat().st_size // 4 if best.exists() else 0
+            needed = (rows - there) * self.row_bytes
             if shutil.disk_usage(folder).free < needed:
                 raise OSError(28, f"{needed / 2**30:.1f} GiB are needed")
             for path, size in ((states, 2 * width), (best, 4)):
