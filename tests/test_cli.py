@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import outrider
 from outrider.cli import app
 from outrider.drafters import TABLE
+from outrider.models import SHIPPED
 from outrider.trace import read_trace, statistics
 
 MODEL = str(tiny_folder(eos=None))
@@ -183,6 +184,10 @@ def test_models(monkeypatch, tmp_path):
     (tmp_path / "smollm2-135m-instruct").mkdir()
     (tmp_path / "smollm2-135m-instruct" / "config.json").write_text("{}")
     assert json.loads(call("models", "list", "--json").stdout)[0]["here"] is True
+    assert {row["name"]: row["here"] for row in json.loads(call("models", "list", "--json").stdout)} == {
+        "smollm2": True,
+        **dict.fromkeys(SHIPPED, True),
+    }
     assert call("models", "get", "smollm2").exit_code == 0
     assert call("models", "get", "unheard").exit_code == 2
 

@@ -47,8 +47,8 @@ def _shown(value: Any) -> str:
 
 @models.command("list")
 def list_models(json: Json = False) -> None:
-    """The packaged models, and whether each is here."""
-    from ..models import PACKAGED, folder
+    """The packaged models, and whether each is here; the drafters that come with Outrider."""
+    from ..models import PACKAGED, SHIPPED, folder, shipped
 
     rows: list[dict[str, Any]] = [
         {
@@ -61,6 +61,18 @@ def list_models(json: Json = False) -> None:
         }
         for name, model in PACKAGED.items()
     ]
+    for name in SHIPPED:
+        title = f"a drafter for {name.partition('-')[2]}"
+        rows.append(
+            {
+                "name": name,
+                "title": title,
+                "licence": "Apache-2.0",
+                "from": "outrider",
+                "here": True,
+                "folder": str(shipped(name)),
+            }
+        )
     if json:
         print_json(rows)
         return
