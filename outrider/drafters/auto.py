@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Sequence
 
 from ..errors import LoadError, ParameterError
-from ..models import SHIPPED
+from ..models import SHIPPED, shipped
 from ..sampling import Sampler
 from ..targets.base import Output, Target
 from ..tree import DraftTree
@@ -146,8 +146,9 @@ def _states(state: State) -> list[State]:
 
 
 def _beside(target: Target) -> list[str]:
-    """The head for it inside this package."""
-    return [name for name in SHIPPED if name == f"eagle3-{target.name}"]
+    """The head for it inside this package, unless another model lies in the target's place."""
+    names = [name for name in SHIPPED if name == f"eagle3-{target.name}"]
+    return [name for name in names if Checkpoint.read(shipped(name)).config.get("hidden_size") == target.hidden_size]
 
 
 def _inside(target: Target) -> list[str]:
