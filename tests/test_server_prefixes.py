@@ -13,6 +13,7 @@ from outrider.drafters import NoDrafter
 from outrider.drafters.model import ModelDrafter, ModelOptions
 from outrider.engine import Engine, load
 from outrider.server import Served
+from outrider.targets.base import Target
 
 LONG = "The bridge over the river will be closed for cars until the end of the week. " * 12
 
@@ -35,17 +36,23 @@ def with_model() -> tuple[Served, ModelDrafter]:
     return Served("tiny", Engine(target, drafter, 4)), drafter
 
 
+def prefilled(model: Target) -> list[int]:
+    """How many tokens each prefill of the model computes from now on."""
+    numbers: list[int] = []
+    prefill = model.prefill
+
+    def counting(slot: Any, tokens: Any, **more: Any) -> Any:
+        numbers.append(len(tokens))
+        return prefill(slot, tokens, **more)
+
+    model.prefill = counting  # type: ignore[method-assign]
+    return numbers
+
+
 def test_a_second_turn_computes_only_what_is_new() -> None:
     what, drafter = with_model()
     with serving(what) as server:
-        fed: list[int] = []
-        prefill = drafter.model.prefill
-
-        def counting(slot: Any, tokens: Any, **more: Any) -> Any:
-            fed.append(len(tokens))
-            return prefill(slot, tokens, **more)
-
-        drafter.model.prefill = counting  # type: ignore[method-assign]
+        fed = prefilled(drafter.model)
         messages = [{"role": "user", "content": LONG[:800]}]
         first, _ = turn(server, messages)
         assert cached(first) == 0 and sum(fed) >= first["prompt_tokens"] - 1
@@ -93,14 +100,7 @@ QUESTIONS = (
 def test_a_conversation_of_two_thousand_tokens(drafter: str, draft: int | str) -> None:
     """The next turn computes only what is new, the second run of it is drafted for as well, and so are two hundred requests in a row."""
     engine = load("smollm2", drafter, draft=draft)
-    computed: list[int] = []
-    prefill = engine.target.prefill
-
-    def counting(slot: Any, tokens: Any, **more: Any) -> Any:
-        computed.append(len(tokens))
-        return prefill(slot, tokens, **more)
-
-    engine.target.prefill = counting  # type: ignore[method-assign]
+    computed = prefilled(engine.target)
     with serving(Served("tiny", engine), prefixes=4) as server:
         messages = [{"role": "user", "content": f"{NOTES}\n\n{QUESTIONS[0]}"}]
         first, _ = turn(server, messages, max_tokens=48)
