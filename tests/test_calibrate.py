@@ -193,6 +193,14 @@ def test_a_curve_is_as_it_is() -> None:
     assert 560 < made(1) < 800, "all of the machine became slower"
 
 
+def test_a_new_sequence_is_believed_to_be_like_the_others() -> None:
+    made, mood = Acceptance(), Mood()
+    for _ in range(300):
+        made.learn_depths(0, 1, [0.5], 1, mood)
+    _, depths = made.moods()
+    assert depths.high == pytest.approx(made._depths.common) and depths.high < 0.2
+
+
 def test_moods_come_out_alike_where_there_are_none() -> None:
     draws = random.Random(1)
     made, mood = Acceptance(), Mood()
@@ -376,6 +384,18 @@ def test_a_useless_drafter_costs_a_whole_batch_next_to_nothing() -> None:
             seconds, rounds = simulation.run_together(made, 300, sequences)
             plain = sum(len(r.emitted) for r in rounds) / 16 * cost(16)
             assert plain / seconds > (0.98 if step < 0.05 else 0.97), (name, step, plain / seconds)
+
+
+def test_not_every_new_sequence_tries_what_did_not_pay_for_the_others() -> None:
+    cost = curve("SmolLM2, six rows at a time")
+    simulation = Simulation(constant(0.01), cost, 0.25 * cost(8), 8, 0.05)
+    made = calibrator(simulation)
+    simulation.run_together(made, 100, [Stub(simulation.drafter, 20 + 500 * i) for i in range(8)])
+    seconds = 0.0
+    for turn in range(10):
+        sequences = [Stub(simulation.drafter, 20 + 500 * i) for i in range(8)]
+        seconds += simulation.run_together(made, 40, sequences)[0]
+    assert 400 * cost(8) / seconds > 0.98
 
 
 @pytest.mark.parametrize("step", [0.0, 0.02])

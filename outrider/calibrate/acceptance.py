@@ -84,8 +84,8 @@ class Frequencies:
 class Mood:
     """Of one sequence and drafter: how far it is believed to be in the high mood."""
 
-    def __init__(self) -> None:
-        self.high = 0.5
+    def __init__(self, high: float = 0.5):
+        self.high = high
 
     @property
     def belief(self) -> Pair:
@@ -142,6 +142,10 @@ class Acceptance:
             return cell, SCORED[cell]
         first = len(CELLS) + 1
         return first + min(depth, DEPTHS), UNKNOWN if depth == 1 else self._nodes.kept.rates(first + 1, UNKNOWN)
+
+    def moods(self) -> tuple[Mood, Mood]:
+        """A new sequence's: of the nodes by score, and of the depths."""
+        return Mood(self._nodes.common), Mood(self._depths.common)
 
     @property
     def changes(self) -> float:

@@ -36,6 +36,8 @@ class Part:
         """Most levels that it was asked for."""
         self.wanted = 8.0
         """Nodes that were worth verifying, lately."""
+        self.saved = 0.0
+        """Seconds that first trials by new sequences may take."""
         self._guess = getattr(drafter, "least", 0.0)
 
     def seconds(self, levels: int, plain: float) -> float:
@@ -49,9 +51,8 @@ class Part:
 class Stance:
     """How one sequence stands to one part."""
 
-    def __init__(self) -> None:
-        self.nodes = Mood()
-        self.depths = Mood()
+    def __init__(self, part: Part) -> None:
+        self.nodes, self.depths = part.acceptance.moods()
         self.worth: float | None = None
         """Tokens that asking it was worth, lately."""
         self.idle = 0
@@ -94,6 +95,6 @@ class Track:
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = parts
-        self.stances = [Stance() for _ in parts]
+        self.stances = [Stance(part) for part in parts]
         self.rounds = 0
         self.plan = Plan()
