@@ -154,7 +154,7 @@ class Acceptance:
 
     def ahead(self, depth: int, belief: Pair) -> tuple[list[float], list[float]]:
         """For each depth from 0 to `depth`, of a draft that may go so deep: the chance that a node is drafted there and kept with all
-        above it; and that one is drafted.
+        above it; and that one is drafted. Depths that are next to never reached are left out.
         """
         low, high = low_goes, high_goes = belief
         kept, drafted = [1.0], [1.0]
@@ -167,6 +167,8 @@ class Acceptance:
             low_goes, high_goes = low_goes * goes[0], high_goes * goes[1]
             kept.append(low + high)
             drafted.append(low_goes + high_goes)
+            if kept[k] < NEVER:
+                break
         return kept, drafted
 
     def reach(self, tree: DraftTree, mood: Mood) -> list[float]:

@@ -205,17 +205,17 @@ class Calibrator(Pace):
         further step: as likely as makes the best number of further steps worth their cost.
         """
         kept, drafted = part.acceptance.ahead(limit, belief)
-        base = len(self._active)
-        rows = [self._pass(base + round(k * part.rows)) for k in range(limit + 1)]
-        steps = [part.seconds(k, plain) for k in range(limit + 1)]
+        limit, base = len(kept) - 1, len(self._active)
+        line, drift = self._pass.line(base + round(limit * part.rows)), self._pass.drift
+        steps = part.levels(limit, plain)
+        spent = [step + drift * line[base + round(k * part.rows)] for k, step in enumerate(steps)]
         best, depth = -1e9, 1
         tokens, seconds = 0.0, steps[0]
-        gained, spent = [0.0], [0.0]
+        gained = [0.0]
         for k in range(1, limit + 1):
             tokens += kept[k]
-            seconds += drafted[k] * (steps[k] - steps[k - 1] + rows[k] - rows[k - 1])
+            seconds += drafted[k] * (spent[k] - spent[k - 1])
             gained.append(tokens)
-            spent.append(steps[k] + rows[k])
             if tokens - rate * seconds > best:
                 best, depth = tokens - rate * seconds, k
         further = [

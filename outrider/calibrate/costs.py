@@ -7,9 +7,8 @@ faster as a whole moves the whole curve, by a common factor that follows what is
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from statistics import median
-
-import numpy as np
 
 FIRST = 3
 """Measurements of a number that its median is taken of; later ones move it."""
@@ -35,6 +34,7 @@ class Curve:
         self._first: dict[int, list[float]] = {}
         self._counts: dict[int, int] = {}
         self._line: list[float] = []
+        self._longest = 16
         self._changes = 0
         self._levels: list[float] | None = None  # of a shape: by how much its first measurements exceed it
         self.drift = 1.0
@@ -95,24 +95,26 @@ class Curve:
             self._line, self._changes = [], 0
 
     def line(self, most: int) -> list[float]:
-        """Seconds for 0, 1, ... `most`, before the common factor `drift`."""
+        """Seconds for 0, 1, ... `most`, perhaps more, before the common factor `drift`."""
         if len(self._line) <= most:
-            self._line = self._drawn(max(most, 2 * len(self._line), 16)).tolist()
+            self._longest = max(self._longest, most)
+            self._line = self._drawn(self._longest)
         return self._line
 
     def __call__(self, n: int) -> float:
         return self.line(n)[n] * self.drift
 
-    def _drawn(self, most: int) -> np.ndarray:
+    def _drawn(self, most: int) -> list[float]:
         known = sorted(self._known)
         if not known:
-            return self._guess * (1 + self._slope * np.arange(most + 1))
+            return [self._guess * (1 + self._slope * n) for n in range(most + 1)]
         first, last = known[0], known[-1]
         values = [self._known[n] for n in known]
         slope = self._slope * values[0]
         if first != last:
             slope = max((values[-1] - values[0]) / (last - first), 0.0)
-        n = np.arange(most + 1)
-        drawn = np.interp(n, known, values) + slope * np.maximum(n - last, 0)
-        below = values[0] - slope * (first - n)
-        return np.where(n < first, np.maximum(below, 0.1 * values[0]), drawn)
+        drawn = [max(values[0] - slope * (first - n), 0.1 * values[0]) for n in range(first)]
+        for (n, here), (after, there) in pairwise(zip(known, values)):
+            step = (there - here) / (after - n)
+            drawn += [here + step * k for k in range(after - n)]
+        return drawn + [values[-1] + slope * k for k in range(most - last + 1)]

@@ -44,6 +44,12 @@ class Part:
         """What a draft of so many levels costs. plain: a plain round; before it is measured, a share of that is guessed for each level."""
         return self.cost(levels) if self.cost.is_measured else self._guess * levels * plain
 
+    def levels(self, most: int, plain: float) -> list[float]:
+        """The same for 0, 1, ... `most` levels."""
+        if not self.cost.is_measured:
+            return [self._guess * levels * plain for levels in range(most + 1)]
+        return [seconds * self.cost.drift for seconds in self.cost.line(most)[: most + 1]]
+
     def is_free(self, plain: float) -> bool:
         return self.seconds(TYPICAL, plain) < FREE * plain
 
