@@ -1,9 +1,9 @@
 """The calibrator against fixed settings: `auto`, plain decoding and every fixed drafter and draft length, in turns, on the same texts.
 
-    python benchmarks/auto.py TARGET [--model FOLDER_OR_GGUF] [--prompts SPEC_BENCH.jsonl] [--settings ...] [--seconds 270] --name NAME
+    python benchmarks/auto.py TARGET [--drafters NAME=SOURCE,...] [--prompts SPEC_BENCH.jsonl] [--settings ...] [--seconds 270] --name NAME
 
 Greedy. A unit is one prompt decoded once with every setting, one after the other, the order rotated from unit to unit; a prompt's prefill is
-computed once and forked. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or
+computed once and forked (anew for a drafter that reads the target's states), outside what is timed. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or
 interrupted), with a calibrator that knows nothing yet. `--report` computes what there is:
 
 - for each category the fixed setting that was the fastest in the even repetitions, and in the odd ones `auto` against it and against plain
@@ -54,8 +54,9 @@ T95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
-    parser.add_argument("--model", help="a draft model")
+    parser.add_argument("--drafters", default="", help="models and heads beside suffix and lookup, for auto and the settings")
     parser.add_argument("--prompts", help="a Spec-Bench file; without it, rewriting alone")
+    parser.add_argument("--parts", default="", help="drafters that auto has; all by default")
     parser.add_argument(
         "--settings", default="suffix:4,suffix:8,suffix:16,lookup:4,lookup:8", help="fixed ones, as drafter:length"
     )
@@ -118,10 +119,11 @@ def make_engines(arguments: argparse.Namespace) -> Iterator[tuple[str, Engine]]:
     plain = outrider.load(arguments.target, drafter=None, draft=0, **loading)
     target = plain.target
     drafters: dict[str, Any] = {"suffix": load_drafter("suffix", target), "lookup": load_drafter("lookup", target)}
-    if arguments.model:
-        drafters["model"] = load_drafter(arguments.model, target)
-    parts = [load_drafter("suffix", target, {"shape": "tree"}), *(d for name, d in drafters.items() if name != "suffix")]
-    auto = Engine(target, AutoDrafter(parts))
+    for given in filter(None, arguments.drafters.split(",")):
+        name, _, source = given.partition("=")
+        drafters[name] = load_drafter(source, target)
+    parts = {**drafters, "suffix": load_drafter("suffix", target, {"shape": "tree"})}
+    auto = Engine(target, AutoDrafter([parts[name] for name in arguments.parts.split(",") if name] or list(parts.values())))
     auto.warm_up()
     yield "none", plain
     yield "auto", auto
@@ -145,7 +147,8 @@ def chosen(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str,
 def run(engine: Engine, name: str, first: Sequence, params: SamplingParams, skip: int) -> dict[str, Any]:
     """One decoding from a fork of `first`; its speed, and what each round cost."""
     sequence = Sequence(engine.target, first.tokens, params, engine.rule_for(params))
-    sequence.attach(engine.target.open(first.slot, first.slot.length), engine.drafter.open(sequence.sampler))
+    if not engine.drafter.layers:
+        sequence.attach(engine.target.open(first.slot, first.slot.length), engine.drafter.open(sequence.sampler))
     rounds, tokens = [], 0
     deciding = getattr(engine.pace, "deciding_ns", 0)
     for r in engine.decode([sequence]):
@@ -216,7 +219,8 @@ def report(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
         arguments.name,
         {
             "target": Path(arguments.target).name,
-            "model": arguments.model and Path(arguments.model).name,
+            "drafters": [Path(given).name for given in filter(None, arguments.drafters.split(","))],
+            "parts": arguments.parts or "all",
             "tokens": arguments.tokens,
             "skipped_tokens": arguments.skip,
             "units": len(auto),
