@@ -98,7 +98,10 @@ QUESTIONS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "draft"), [("suffix", 4), ("auto", "auto")])
 def test_a_conversation_of_two_thousand_tokens(drafter: str, draft: int | str) -> None:
-    """The next turn computes only what is new, the second run of it is drafted for as well, and so are two hundred requests in a row."""
+    """The next turn computes only what is new, the second run of it is drafted for as well, and so are two hundred requests in a row.
+
+    How much is drafted follows the clock with `auto`, and the share that is kept with it: held to is what a pass gives.
+    """
     engine = load("smollm2", drafter, draft=draft)
     computed = prefilled(engine.target)
     with serving(Served("tiny", engine), prefixes=4) as server:
@@ -122,9 +125,10 @@ def test_a_conversation_of_two_thousand_tokens(drafter: str, draft: int | str) -
             assert usage["prompt_tokens"] - cached(usage) < 40
             kept.append(rate(report))
             per_pass.append(len(report["tokens"]) / report["passes"])
-    for name, values, least in (("kept", kept, -0.02), ("tokens a pass", per_pass, -0.03 * fmean(per_pass))):
+    for name, values in (("kept", kept), ("tokens a pass", per_pass)):
         print(f"{name} in each fifty requests: {', '.join(f'{fmean(values[at : at + 50]):.3f}' for at in range(0, 200, 50))}")
-        assert fmean(values[100:]) - fmean(values[:100]) >= least
+    assert fmean(per_pass[100:]) >= 0.97 * fmean(per_pass[:100])
+    assert draft == "auto" or fmean(kept[100:]) >= fmean(kept[:100]) - 0.02
 
 
 def rate(report: dict[str, Any]) -> float:
