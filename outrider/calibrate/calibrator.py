@@ -33,8 +33,6 @@ LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
 PROBES = 0.01
 """Most of the time that goes into trying drafters that did not pay."""
-SAVED = 4
-"""Rounds whose time may be saved up for that."""
 PAUSE = 8
 """Longest pause, in rounds, of a drafter whose probes cost less than that."""
 RECENT = 0.6
@@ -109,7 +107,7 @@ class Calibrator(Pace):
         self._since_plain += 1
         is_due = self._since_plain > PLAIN * (rate * plain / base) ** 4 or not self._pass.knows(base)
         for part in {part for track in self._active for part in track.parts}:
-            part.saved = min(part.saved + PROBES * plain, SAVED * plain)
+            part.save(PROBES * plain)
         made = []
         for s, track in zip(sequences, self._active):
             track.plan = Plan() if is_due else self._planned(s, track, plain, rate)
@@ -173,25 +171,17 @@ class Calibrator(Pace):
                 rows = max(self._pass(len(self._active) + round(depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 cost = part.seconds(depth, plain) + rows + feeding
                 good, deep, _ = self._ahead(part, HIGH, limit, plain, rate)
-                if stance.seen or self._may_try(part, stance, s, cost, good):
+                hope = stance.depths.high * good * min(s.room, 1 / CHANGES) / rate
+                if stance.seen or part.may_be_tried(cost, hope):
                     good *= part.acceptance.changes / sum(part.acceptance.ahead(deep, HIGH)[0])
                     self._wait(stance, track.rounds, cost, good, plain)
                     worth, is_probe = 1e9, True
+                else:
+                    stance.resume = track.rounds + PAUSE
             if worth > plan.worth:
                 plan.is_probe = is_probe
                 plan.paid, plan.worth, plan.depth, plan.step = i, worth, depth, step
         return plan
-
-    def _may_try(self, part: Part, stance: Stance, s: Sequence, cost: float, good: float) -> bool:
-        """Whether a sequence tries a part for the first time: as soon as that can be expected to pay in what is left of the sequence, or
-        the trials of all of them have been a smaller part of the time than `PROBES`. cost: in seconds; good: what a round in a good mood
-        is worth, in tokens.
-        """
-        hope = stance.depths.high * max(good, 0.0) * min(s.room, 1 / CHANGES)
-        if hope < self._rate * cost and part.saved < cost:
-            return False
-        part.saved -= cost
-        return True
 
     def _limit(self, part: Part, s: Sequence) -> int:
         """How deep a draft may be."""

@@ -7,11 +7,13 @@ from typing import Sequence
 
 from ..drafters.base import Drafter
 from ..tree import DraftTree
-from .acceptance import Acceptance, Mood
+from .acceptance import Acceptance
 from .costs import Curve
 
 FREE = 0.02
 """A draft below this share of a plain round is next to nothing: its drafter is asked before anything is decided."""
+SAVED = 400
+"""Rounds in which time may be saved up for first trials."""
 TYPICAL = 8
 """Levels of a draft that are looked at for that."""
 
@@ -36,8 +38,7 @@ class Part:
         """Most levels that it was asked for."""
         self.wanted = 8.0
         """Nodes that were worth verifying, lately."""
-        self.saved = 0.0
-        """Seconds that first trials by new sequences may take."""
+        self._saved = 0.0
         self._guess = getattr(drafter, "least", 0.0)
 
     def seconds(self, levels: int, plain: float) -> float:
@@ -49,6 +50,16 @@ class Part:
         if not self.cost.is_measured:
             return [self._guess * levels * plain for levels in range(most + 1)]
         return [seconds * self.cost.drift for seconds in self.cost.line(most)[: most + 1]]
+
+    def save(self, seconds: float) -> None:
+        """Let first trials by new sequences take so much more time."""
+        self._saved = min(self._saved + seconds, SAVED * seconds)
+
+    def may_be_tried(self, cost: float, hope: float) -> bool:
+        """Whether a new sequence tries it: where that can be expected to pay, or from what was saved. In seconds."""
+        is_paid = hope < cost and self._saved >= cost
+        self._saved -= cost * is_paid
+        return is_paid or hope >= cost
 
     def is_free(self, plain: float) -> bool:
         return self.seconds(TYPICAL, plain) < FREE * plain
