@@ -15,7 +15,7 @@ from outrider.decode import Sequence as Decoded
 from outrider.decode import decode, open_sequence
 from outrider.drafters.base import Ask
 from outrider.drafters.eagle import EagleDrafter, EagleOptions
-from outrider.drafters.features import PAIRS, FeatureState
+from outrider.drafters.features import MANY, PAIRS, FeatureState
 from outrider.errors import LoadError
 from outrider.sampling import SamplingParams
 from outrider.targets.attention import KVSlot, Segment
@@ -352,18 +352,31 @@ def test_a_fork_of_the_prompt(target: Any, drafter: EagleDrafter) -> None:
         shadow(target, drafter, state, then.tokens)
 
 
-def test_long_prompts_run_in_parts(target: Any, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+def kept_by(kv: KVSlot) -> torch.Tensor:
+    """All that it holds."""
+    return torch.cat([held[:, : kv.length].flatten() for store in (kv.keys, kv.values) for _, held in sorted(store.items())])
+
+
+@pytest.mark.parametrize(("pairs", "many"), [(14, MANY), (PAIRS, 10**9), (14, 10**9)])
+def test_long_prompts_run_in_parts(
+    pairs: int, many: int, target: Any, drafter: EagleDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass or several, and with the last layer's states or without those that nobody needs."""
     prompt = letters(None, 100)
     sequences = [Decoded(target, prompt[:n], SamplingParams(), "rejection", 0, n) for n in (100, 40)]
     for sequence in sequences:
         open_sequence(target, drafter, sequence)
     whole = drafter.propose([Ask(s.state, s.tokens, Budget(9, 3)) for s in sequences])
-    assert PAIRS > 140
-    monkeypatch.setattr("outrider.drafters.features.PAIRS", 14)
+    before = [kept_by(s.state.kv) for s in sequences]
+    assert PAIRS > 140 and MANY < 39
+    monkeypatch.setattr("outrider.drafters.features.PAIRS", pairs)
+    monkeypatch.setattr("outrider.drafters.features.MANY", many)
     for sequence in sequences:
         sequence.state.kv.length = 0
     parts = drafter.propose([Ask(s.state, s.tokens, Budget(9, 3)) for s in sequences])
     assert [(t.tokens, t.parents) for t in whole] == [(t.tokens, t.parents) for t in parts]
+    for one, other in zip(before, [kept_by(s.state.kv) for s in sequences]):
+        assert torch.allclose(one, other, atol=1e-12)
 
 
 def test_no_draft_without_the_features(target: Any, drafter: EagleDrafter) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LoadError
-from ..targets.attention import NAME, Segment, passing
+from ..targets.attention import NAME, Segment
 from ..targets.base import Target
 from .checkpoint import Checkpoint
 from .eagle_formats import Recipe
@@ -45,8 +45,10 @@ class EagleHead(FeatureHead):
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
         """States ``[n, H]`` of n pairs in their order. how: as in `decode`."""
 
-    def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
-        with passing(segments):
+    def run(
+        self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment], stores: bool = False
+    ) -> Tensor:
+        with self.passing(segments, stores):
             place = torch.tensor(positions, device=features.device)
             return self.forward(self.embed(tokens), features, place)
 

@@ -9,13 +9,14 @@ target accepted of it is run again with the target's features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any, Callable, Protocol, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..sampling import Sampler
-from ..targets.attention import KVSlot, PassCache, Segment
+from ..targets.attention import CURRENT, KVSlot, Pass, PassCache, Segment, passing
 from ..targets.base import LayerKey, Output
 from ..tree import DraftTree
 from .base import Ask, Drafter, State, Work
@@ -23,6 +24,8 @@ from .growth import Growth, TreeOptions
 
 PAIRS = 512
 """Most pairs in a pass, all sequences together."""
+MANY = 16
+"""From so many missed pairs on, all but the anchor's are run for their keys and values alone."""
 FIRST_CAPACITY = 64
 
 
@@ -47,8 +50,14 @@ class FeatureReader(nn.Module, ABC):
         """Features ``[n, H]`` of the target's hidden states, `layers` side by side, ``[n, widths]``."""
 
     @abstractmethod
-    def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
-        """States ``[n, H]`` of n pairs; the segments say whose they are and what they see."""
+    def run(
+        self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment], stores: bool = False
+    ) -> Tensor:
+        """States ``[n, H]`` of n pairs; the segments say whose they are and what they see. stores: nobody needs these states."""
+
+    def passing(self, segments: list[Segment], stores: bool) -> AbstractContextManager[Pass]:
+        """A pass. With `stores` a single layer has only its keys and values computed, which is less than half of its work."""
+        return passing(segments, stores and self.straight and len(self.body.layers) == 1)
 
     def decode(self, inputs: Tensor, positions: Tensor, **how: Any) -> Tensor:
         """``[n, H]`` through the body. how: for its layers, ``cache``, ``attention_mask``; none of it in a `passing` pass."""
@@ -59,7 +68,10 @@ class FeatureReader(nn.Module, ABC):
         states, place = inputs[None], positions[None]
         how = {"position_embeddings": self.body.rotary_emb(states, place), "position_ids": place, "attention_mask": None}
         for layer in self.body.layers:
-            states = layer(states, cache=PassCache(), use_cache=True, **how)
+            if CURRENT.get().stores:
+                layer.self_attn(layer.input_layernorm(states), cache=PassCache(), **how)
+            else:
+                states = layer(states, cache=PassCache(), use_cache=True, **how)
         return self.body.norm(states)[0]
 
     @torch.inference_mode()
@@ -224,15 +236,21 @@ def catch_up(reader: FeatureReader, behind: Sequence[_Known]) -> None:
     """Run the pairs with true features that the readers' KV lacks, the anchor's last; its state is kept."""
     for one in behind:
         one.state.fuse(reader)
+    while far := [one for one in behind if one.true_pairs - one.state.kv.length > MANY]:
+        share = max(1, PAIRS // len(far))
+        lacking = (min(share, one.true_pairs - 1 - one.state.kv.length) for one in far)
+        run_pairs(reader, [(one.state, *one.missing(many)) for one, many in zip(far, lacking)], stores=True)
     while behind := [one for one in behind if one.state.kv.length < one.true_pairs]:
         parts = [(one.state, *one.missing(max(1, PAIRS // len(behind)))) for one in behind]
         for one, states in zip(behind, run_pairs(reader, parts)):
             one.states = states[-1:]
 
 
-def run_pairs(reader: FeatureReader, parts: Sequence[tuple[FeatureState, DraftTree, int, int, Tensor]]) -> list[Tensor]:
+def run_pairs(
+    reader: FeatureReader, parts: Sequence[tuple[FeatureState, DraftTree, int, int, Tensor]], stores: bool = False
+) -> list[Tensor]:
     """One pass. Each part: the state, the tree of the pairs, how many of them have been run already, the position of the first pair,
-    the features of the others ``[n, H]``. Returns their states ``[n, H]``.
+    the features of the others ``[n, H]``. Returns their states ``[n, H]``; with `stores` they are not to be used.
     """
     segments: list[Segment] = []
     tokens: list[int] = []
@@ -241,7 +259,7 @@ def run_pairs(reader: FeatureReader, parts: Sequence[tuple[FeatureState, DraftTr
         segments.append(Segment(state.kv, tree, len(tokens), since))
         tokens += tree.tokens[since:]
         positions += [start + depth for depth in tree.depths[since:]]
-    states = reader.run(tokens, torch.cat([features for *_, features in parts]), positions, segments)
+    states = reader.run(tokens, torch.cat([features for *_, features in parts]), positions, segments, stores)
     for segment in segments:
         segment.slot.length += segment.n
     return list(states.split([segment.n for segment in segments]))

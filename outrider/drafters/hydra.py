@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import LoadError
 from ..sampling import Sampler
-from ..targets.attention import NAME, KVSlot, Segment, passing
+from ..targets.attention import NAME, KVSlot, Segment
 from ..targets.base import Output, Target
 from ..tree import DraftTree
 from .base import State, Work
@@ -136,8 +136,10 @@ class Prefix(FeatureReader):
     def fuse(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
-        with passing(segments):
+    def run(
+        self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment], stores: bool = False
+    ) -> Tensor:
+        with self.passing(segments, stores):
             return self.decode(features, torch.tensor(positions, device=features.device))
 
 

@@ -121,10 +121,12 @@ class MtpModule(FeatureHead):
         (target,) = self._target
         return hidden.to(target.device)
 
-    def run(self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment]) -> Tensor:
+    def run(
+        self, tokens: Sequence[int], features: Tensor, positions: Sequence[int], segments: list[Segment], stores: bool = False
+    ) -> Tensor:
         (target,) = self._target
         place = torch.tensor(positions, device=features.device)
-        with passing(segments):
+        with self.passing(segments, stores):
             return self(target.embed(tokens), features, place)
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, **how: Any) -> Tensor:
