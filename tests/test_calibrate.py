@@ -392,7 +392,7 @@ def test_not_every_new_sequence_tries_what_did_not_pay_for_the_others() -> None:
     made = calibrator(simulation)
     simulation.run_together(made, 100, [Stub(simulation.drafter, 20 + 500 * i) for i in range(8)])
     seconds = 0.0
-    for turn in range(10):
+    for _ in range(10):
         sequences = [Stub(simulation.drafter, 20 + 500 * i) for i in range(8)]
         seconds += simulation.run_together(made, 40, sequences)[0]
     assert 400 * cost(8) / seconds > 0.98
