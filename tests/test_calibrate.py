@@ -34,6 +34,7 @@ from outrider.branching import Branch, outcomes
 from outrider.calibrate import Calibrator
 from outrider.calibrate.acceptance import Acceptance, Mood
 from outrider.calibrate.costs import Curve
+from outrider.calibrate.offers import Offer
 from outrider.calibrate.parts import Plan
 from outrider.decode import Sequence as Decoded
 from outrider.decode import decode
@@ -364,8 +365,6 @@ def test_a_batch_shares_its_rows() -> None:
     for sure in (0.95, 0.3):
         tree = DraftTree.chain(0, [1] * 8, score=[sure] * 8)
         reach = [sure**k for k in range(9)]
-        from outrider.calibrate.calibrator import Offer
-
         offers.append(Offer(1.0, 0, tree, reach, list(range(1, 9)), 8))
     made._active = [None, None]  # type: ignore[list-item]
     one, other = made._shared(offers, 2 / made._pass(2))  # type: ignore[misc]

@@ -12,8 +12,7 @@ where to stop. A drafter that is not worth asking is left alone, and tried again
 from __future__ import annotations
 
 import time
-from itertools import pairwise
-from typing import Callable, NamedTuple
+from typing import Callable
 from typing import Sequence as Many
 from weakref import WeakKeyDictionary
 
@@ -23,8 +22,9 @@ from ..drafters.base import Ask, Drafter, NoDrafter, Work
 from ..targets.base import Target
 from ..trace import Round
 from ..tree import Budget, DraftTree
-from .acceptance import CHANGES, HIGH, Pair
+from .acceptance import HIGH, Pair
 from .costs import Curve
+from .offers import Offer, better, by_level, cut_to, to_learn, worth_of
 from .parts import Part, Plan, Stance, Track
 
 MOST = 64
@@ -33,8 +33,12 @@ LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
 PROBES = 0.01
 """Most of the time that goes into trying drafters that did not pay."""
+AHEAD = 128
+"""Tokens that a drafter which has missed some of a text is expected to be of use for, where it is of use."""
 PAUSE = 8
 """Longest pause, in rounds, of a drafter whose probes cost less than that."""
+GLANCES = 4
+"""In a longer pause one of so many rounds has a thought for whether it should end."""
 RECENT = 0.6
 """Weight of the throughput so far, with each round. A good stretch has so many tokens, not so many rounds: in it a second is worth what the
 stretch gives, not what the text gives on average, so the throughput follows quickly.
@@ -53,20 +57,6 @@ BAND = 1024
 """Tokens of context from which on each doubling has costs of its own. So has each doubling of the sequences in a batch."""
 WARM_UP = (1, 8, 4, 2, 16, 6, 12, 3)
 """Rows of the passes that are timed at the start, in this order, as long as there is time."""
-
-
-class Offer(NamedTuple):
-    """A draft with what it is worth. reach: the chance of each node, the anchor's first; order: its nodes, the likeliest first;
-    taken: how many of these are worth verifying; least: how many of them are verified to learn from it.
-    """
-
-    worth: float
-    part: int
-    tree: DraftTree
-    reach: list[float]
-    order: list[int]
-    taken: int
-    least: int = 0
 
 
 class Calibrator(Pace):
@@ -160,10 +150,12 @@ class Calibrator(Pace):
                 if track.rounds >= stance.resume:
                     plan.free.append(i)
                 continue
+            if track.rounds < stance.look:
+                continue
             limit = min(limit, LEVELS, 2 * part.deepest)
             worth, depth, step = self._ahead(part, stance.depths.belief, limit, plain, rate)
             feeding = part.feeding * max(len(s.tokens) - stance.seen - LEVELS, 0)
-            worth -= rate * feeding / max(min(s.room, 128) / 4, 1)  # it is to be of use for a while
+            worth -= rate * feeding / max(min(s.room, AHEAD) / 4, 1)  # it is to be of use for a while
             is_probe = False
             if worth > 0:
                 stance.pause = 0
@@ -171,13 +163,15 @@ class Calibrator(Pace):
                 rows = max(self._pass(len(self._active) + round(depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 cost = part.seconds(depth, plain) + rows + feeding
                 good, deep, _ = self._ahead(part, HIGH, limit, plain, rate)
-                hope = stance.depths.high * good * min(s.room, 1 / CHANGES) / rate
+                hope = stance.depths.high * good * min(s.room, AHEAD) / rate
                 if stance.seen or part.may_be_tried(cost, hope):
                     good *= part.acceptance.changes / sum(part.acceptance.ahead(deep, HIGH)[0])
                     self._wait(stance, track.rounds, cost, good, plain)
                     worth, is_probe = 1e9, True
                 else:
                     stance.resume = track.rounds + PAUSE
+            if worth <= 0 and stance.resume > track.rounds + PAUSE:
+                stance.look = track.rounds + GLANCES
             if worth > plan.worth:
                 plan.is_probe = is_probe
                 plan.paid, plan.worth, plan.depth, plan.step = i, worth, depth, step
@@ -244,19 +238,19 @@ class Calibrator(Pace):
         for i in dict.fromkeys(i for track in tracks for i in track.plan.free):
             asked = [n for n, track in enumerate(tracks) if i in track.plan.free]
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
-                best[n] = _better(best[n], self._judge(tracks[n], offer, rate))
+                best[n] = better(best[n], self._judge(tracks[n], offer, rate))
         for i in dict.fromkeys(track.plan.paid for track in tracks if track.plan.paid is not None):
-            asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.is_wanted(_worth(best[n]))]
+            asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.is_wanted(worth_of(best[n]))]
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
                 if tracks[n].plan.is_probe and offer.order:
-                    offer = _to_learn(offer, len(offer.order), max(offer.worth, _worth(best[n]) + 1))
-                if offer.tree.q is not None or offer.worth > _worth(best[n]):  # what was drawn is verified
+                    offer = to_learn(offer, len(offer.order), max(offer.worth, worth_of(best[n]) + 1))
+                if offer.tree.q is not None or offer.worth > worth_of(best[n]):  # what was drawn is verified
                     best[n] = offer
                 else:
                     track, plan = tracks[n], tracks[n].plan
                     part, mood = track.parts[i], track.stances[i].depths
                     allowed = min(plan.depth, work[n].budget.depth)
-                    part.acceptance.learn_depths(0, 0, _by_level(offer), allowed, mood)
+                    part.acceptance.learn_depths(0, 0, by_level(offer), allowed, mood)
         trees = self._cut(tracks, work, best, rate)
         self.deciding_ns += time.perf_counter_ns() - began
         return trees
@@ -348,7 +342,7 @@ class Calibrator(Pace):
             base = len(self._active)  # all sequences together may spend so much
             if stance.idle * PROBES * plain > (self._pass(base + 1) - plain) * base:
                 stance.idle = 0
-                return _to_learn(offer, 1, LEAST)
+                return to_learn(offer, 1, LEAST)
         return offer
 
     def _cut(self, tracks: Many[Track], work: Work, best: list[Offer | None], rate: float) -> list[DraftTree]:
@@ -361,9 +355,9 @@ class Calibrator(Pace):
             if offer is None:
                 made.append(DraftTree.chain(ask.tokens[-1]))
                 continue
-            plan.chosen, plan.tree = offer.part, _cut_to(offer)
+            plan.chosen, plan.tree = offer.part, cut_to(offer)
             if offer.part == plan.paid:
-                plan.chances, plan.allowed = _by_level(offer), min(plan.depth, ask.budget.depth)
+                plan.chances, plan.allowed = by_level(offer), min(plan.depth, ask.budget.depth)
             made.append(plan.tree)
             tokens += sum(offer.reach[node] for node in offer.order[: offer.taken])
             rows += offer.taken
@@ -456,38 +450,3 @@ class Calibrator(Pace):
                     curve.add(rows, (self._clock() - started) / 1e9)
         finally:
             target.close(slot)
-
-
-def _to_learn(offer: Offer, least: int, worth: float) -> Offer:
-    """The offer, so many nodes of which are verified whatever the others' are worth."""
-    return offer._replace(taken=least, least=least, worth=worth)
-
-
-def _worth(offer: Offer | None) -> float:
-    return 0.0 if offer is None else offer.worth
-
-
-def _better(one: Offer | None, other: Offer) -> Offer | None:
-    """The offer that is worth more, if it is worth anything."""
-    return other if other.worth > _worth(one) else one
-
-
-def _by_level(offer: Offer) -> list[float]:
-    """For each level of a draft, the chance that it is reached from the one above."""
-    reach = [0.0] * (offer.tree.depth + 1)
-    for chance, depth in zip(offer.reach, offer.tree.depths):
-        reach[depth] += chance
-    return [min(here / above, 1.0) if above else 0.0 for above, here in pairwise(reach)]
-
-
-def _cut_to(offer: Offer) -> DraftTree:
-    """The draft without what is not worth verifying."""
-    tree, taken = offer.tree, offer.taken
-    if taken == len(tree) - 1:
-        return tree
-    if tree.is_chain:
-        kept = [True] * (taken + 1) + [False] * (len(tree) - taken - 1)
-    else:
-        best = {0, *offer.order[:taken]}
-        kept = [node in best for node in range(len(tree))]
-    return tree.prune(kept)

@@ -12,7 +12,7 @@ from .costs import Curve
 
 FREE = 0.02
 """A draft below this share of a plain round is next to nothing: its drafter is asked before anything is decided."""
-SAVED = 400
+SAVED = 2000
 """Rounds in which time may be saved up for first trials."""
 TYPICAL = 8
 """Levels of a draft that are looked at for that."""
@@ -77,6 +77,8 @@ class Stance:
         self.pause = 0
         self.resume = 0
         """Not asked before this round of the sequence."""
+        self.look = 0
+        """Nor thought about before this one."""
         self.seen = 0
         """Tokens of the sequence when it was last asked."""
 
