@@ -161,6 +161,15 @@ def test_rows_of_a_batch_are_not_taken_for_rows_of_one_sequence() -> None:
         assert made._pass(12) - made._pass(8) < 3 * (cost(12) - cost(8))
 
 
+def test_plain_passes_of_a_batch_are_measured_soon() -> None:
+    """One wrong measurement of them would make rows look cheaper than they are for a long time."""
+    simulation = Simulation(constant(0.9), curve("SmolLM2, six rows at a time"), 0.0, 9, 0.05)
+    made = calibrator(simulation)
+    simulation.run(made, 400)
+    _, rounds = simulation.run_together(made, 60, [Stub(simulation.drafter, 20 + 500 * i) for i in range(16)])
+    assert sum(r.rows == r.sequences for r in rounds) >= 4 * 16
+
+
 def test_a_shape_takes_its_level_from_what_is_measured() -> None:
     """In a batch that grows and shrinks each curve comes from another; what one has not measured is not taken for known."""
     first = Curve()

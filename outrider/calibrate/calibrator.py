@@ -51,6 +51,8 @@ UNLIKELY = 0.02
 """A node less likely than this is not asked for."""
 PLAIN = 32
 """After so many rounds without a plain one there is one, for all is measured by it; more where it would be missed more."""
+SOON, OFTEN = 8, 4
+"""After `SOON` rounds, as long as costs of that size, of about so many sequences, were measured less often than that."""
 LEAST = 1e-9
 """Worth of what is verified to learn from it."""
 BAND = 1024
@@ -80,7 +82,6 @@ class Calibrator(Pace):
         """Seconds of a plain round, and tokens a second that are being achieved."""
         self._active: list[Track] = []
         self._learned: list[Round] = []
-        self._since_plain = 0
 
     # ---- before the drafts -----------------------------------------------------------------------------------------------
 
@@ -94,8 +95,9 @@ class Calibrator(Pace):
         base = len(sequences)
         self._plain = plain = self._pass(base)
         self._rate = rate = max(self._tokens / self._seconds, base / plain) if self._seconds else base / plain
-        self._since_plain += 1
-        is_due = self._since_plain > PLAIN * (rate * plain / base) ** 4 or not self._pass.knows(base)
+        self._pass.since_plain += 1
+        is_due = self._pass.since_plain > PLAIN * (rate * plain / base) ** 4 or not self._pass.knows(base)
+        is_due |= self._pass.since_plain > SOON and self._pass.times(base) < OFTEN
         for part in {part for track in self._active for part in track.parts}:
             part.save(PROBES * plain)
         made = []
@@ -403,7 +405,7 @@ class Calibrator(Pace):
             seconds = sum(r.times.total - r.times.propose for r in rounds) / 1e9
             self._pass.add(rounds[0].rows, seconds)
             if rounds[0].rows == len(rounds):
-                self._since_plain = 0
+                self._pass.since_plain = 0
         for track, r in zip(self._active, rounds):
             if track.plan.chosen is not None and r.error is None:
                 self._learn_verdicts(track, track.plan.chosen, r)

@@ -33,17 +33,20 @@ class Curve:
         self._known: dict[int, float] = {}
         self._first: dict[int, list[float]] = {}
         self._counts: dict[int, int] = {}
+        self._times: dict[int, int] = {}
         self._line: list[float] = []
         self._longest = 16
         self._changes = 0
         self._levels: list[float] | None = None  # of a shape: by how much its first measurements exceed it
         self.drift = 1.0
+        self.since_plain = 0
+        """Of a pass: rounds since one without a draft was measured."""
 
     def copy(self) -> Curve:
         other = Curve(self._guess, self._slope)
         other._known = dict(self._known)
         other._first = {n: list(first) for n, first in self._first.items()}
-        other._counts = dict(self._counts)
+        other._counts, other._times = dict(self._counts), dict(self._times)
         other.drift = self.drift
         return other
 
@@ -67,6 +70,10 @@ class Curve:
         """Whether `n` or a smaller number was measured."""
         return n in self._known or any(known < n for known in self._known)
 
+    def times(self, n: int) -> int:
+        """How often `n` or a smaller number was measured, for this curve itself where it began as another's shape."""
+        return sum(count for known, count in self._times.items() if known <= n)
+
     @property
     def most(self) -> int:
         """The largest number measured."""
@@ -75,6 +82,7 @@ class Curve:
     def add(self, n: int, seconds: float) -> None:
         """A measurement."""
         seconds = max(seconds, 1e-9)  # a clock may not have moved
+        self._times[n] = self._times.get(n, 0) + 1
         if self._levels is not None:
             levels = self._levels = [*self._levels, seconds / self.line(n)[n]]
             self.drift = min(levels) if len(levels) < FIRST else median(levels)
