@@ -379,6 +379,20 @@ def test_long_prompts_run_in_parts(
         assert torch.allclose(one, other, atol=1e-12)
 
 
+def test_only_a_single_layer_is_run_for_its_keys_and_values(target: Any, drafter: EagleDrafter) -> None:
+    head, layer = drafter.head, drafter.head.body.layers[0]
+
+    def stores() -> bool:
+        with head.passing([], True) as run:
+            return run.stores
+
+    assert stores()
+    head.body.layers.append(layer)
+    assert not stores()
+    del head.body.layers[1], layer.input_layernorm
+    assert not stores()
+
+
 def test_no_draft_without_the_features(target: Any, drafter: EagleDrafter) -> None:
     """A state that has not seen the text drafts nothing, and after a gap it goes on from where it sees again."""
     sequence = Decoded(target, letters(None, 30), SamplingParams(), "rejection")

@@ -56,8 +56,11 @@ class FeatureReader(nn.Module, ABC):
         """States ``[n, H]`` of n pairs; the segments say whose they are and what they see. stores: nobody needs these states."""
 
     def passing(self, segments: list[Segment], stores: bool) -> AbstractContextManager[Pass]:
-        """A pass. With `stores` a single layer has only its keys and values computed, which is less than half of its work."""
-        return passing(segments, stores and self.straight and len(self.body.layers) == 1)
+        """A pass. With `stores` a single layer that norms what it attends with has only its keys and values computed, less than half of
+        its work.
+        """
+        may = self.straight and len(self.body.layers) == 1 and hasattr(self.body.layers[0], "input_layernorm")
+        return passing(segments, stores and may)
 
     def decode(self, inputs: Tensor, positions: Tensor, **how: Any) -> Tensor:
         """``[n, H]`` through the body. how: for its layers, ``cache``, ``attention_mask``; none of it in a `passing` pass."""
