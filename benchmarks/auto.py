@@ -3,8 +3,9 @@
     python benchmarks/auto.py TARGET [--drafters NAME=SOURCE,...] [--prompts SPEC_BENCH.jsonl] [--settings ...] [--seconds 270] --name NAME
 
 Greedy. A unit is one prompt decoded once with every setting, one after the other, the order rotated from unit to unit; a prompt's prefill is
-computed once and forked (anew for a drafter that reads the target's states), outside what is timed. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or
-interrupted), with a calibrator that knows nothing yet. `--report` computes what there is:
+computed once and forked (anew for a drafter that reads the target's states), outside what is timed. Runs are kept in
+`results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or interrupted), with a calibrator that knows
+nothing yet. `--report` computes what there is:
 
 - for each category the fixed setting that was the fastest in the even repetitions, and in the odd ones `auto` against it and against plain
   decoding: the mean of the units' log ratios with its paired one-sided 95 % bound;
