@@ -2,14 +2,16 @@
 
     python benchmarks/auto.py TARGET [--drafters NAME=SOURCE,...] [--prompts SPEC_BENCH.jsonl] [--settings ...] [--seconds 270] --name NAME
 
-Greedy. A unit is one prompt decoded once with every setting, one after the other, the order rotated from unit to unit; a prompt's prefill is
-computed once and forked (anew for a drafter that reads the target's states), outside what is timed. Runs are kept in
-`results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or interrupted), with a calibrator that knows
-nothing yet. `--report` computes what there is:
+Greedy. A unit is one prompt decoded once with several settings, one after the other, the order rotated from unit to unit; a prompt's
+prefill is computed once and forked (anew for a drafter that reads the target's states), outside what is timed. The first `--choosing`
+repetitions decode with every setting; then each category's fastest fixed setting is chosen, and further repetitions time it, plain decoding
+and `auto`. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or interrupted), with a
+calibrator that knows nothing yet. `--report` computes what there is:
 
-- for each category the fixed setting that was the fastest in the even repetitions, and in the odd ones `auto` against it and against plain
-  decoding: the mean of the units' log ratios with its paired one-sided 95 % bound;
-- the same ratios without the noise of the clock: every round at the median cost of its kind (rows of the pass; drafter and levels).
+- for each category `auto` against the chosen setting and against plain decoding, over the repetitions after the choice: the mean of the units'
+  log ratios with its paired one-sided 95 % bound;
+- without the noise of the clock: every round at the median cost of its kind (rows of the pass; drafter and levels), in the repetitions
+  with every setting, against the setting that is the best by these costs.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--each", type=int, default=1, help="prompts of each Spec-Bench category")
     parser.add_argument("--rewrites", type=int, default=len(REWRITE))
-    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--choosing", type=int, default=2, help="repetitions with every setting")
+    parser.add_argument("--repeat", type=int, default=4, help="repetitions after these")
     parser.add_argument("--seconds", type=float, default=270)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--skip", type=int, default=0, help="count a run only after so many tokens")
@@ -82,17 +85,18 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, path: Path) -> None:
     began = time.monotonic()
-    done = set()
-    if path.exists():
-        done = {(r["setting"], r["prompt"], r["repetition"]) for r in map(json.loads, path.read_text().splitlines())}
+    made = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {(r["setting"], r["prompt"], r["repetition"]) for r in made}
     engines = dict(make_engines(arguments))
     target = next(iter(engines.values())).target
     prompts = list(chosen(arguments, target.tokenizer))
     params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True)
-    names = list(engines)
     with open(path, "a") as out:
-        for repetition in range(arguments.repeat):
+        for repetition in range(arguments.choosing + arguments.repeat):
             for number, (category, ids) in enumerate(prompts):
+                names = list(engines)
+                if repetition >= arguments.choosing:
+                    names = list(dict.fromkeys(["none", "auto", best_fixed(arguments, made, category)]))
                 if all((name, number, repetition) in done for name in names):
                     continue
                 if time.monotonic() - began > arguments.seconds:
@@ -104,13 +108,9 @@ def measure(arguments: argparse.Namespace, path: Path) -> None:
                 runs = [run(engines[name], name, first, params, arguments.skip) for name in names[turn:] + names[:turn]]
                 close_sequence(target, first)
                 texts = {one.pop("text") for one in runs}
-                for one in runs:
-                    out.write(
-                        json.dumps(
-                            {"prompt": number, "category": category, "repetition": repetition, "texts": len(texts), **one}
-                        )
-                        + "\n"
-                    )
+                common = {"prompt": number, "category": category, "repetition": repetition, "texts": len(texts)}
+                made += [{**common, **one} for one in runs]
+                out.writelines(json.dumps(one) + "\n" for one in made[-len(runs) :])
                 out.flush()
 
 
@@ -163,7 +163,14 @@ def run(engine: Engine, name: str, first: Sequence, params: SamplingParams, skip
         "deciding": (getattr(engine.pace, "deciding_ns", 0) - deciding) / 1e9,
         "text": tuple(sequence.output),
         "rounds": [
-            [r.rows, r.drafter, max_depth(r.parents), r.times.propose // 1000, (r.times.total - r.times.propose) // 1000]
+            [
+                r.rows,
+                r.drafter,
+                max_depth(r.parents),
+                r.times.propose // 1000,
+                (r.times.total - r.times.propose) // 1000,
+                len(r.emitted),
+            ]
             for r in rounds
         ],
     }
@@ -179,37 +186,49 @@ def max_depth(parents: tuple[int, ...]) -> int:
 # ---- reporting ---------------------------------------------------------------------------------------------------------------
 
 
+Unit = dict[str, dict[str, Any]]
+"""The runs of a prompt in one repetition, by setting."""
+
+
+def units_of(runs: list[dict[str, Any]], category: str) -> dict[tuple[int, int], Unit]:
+    """By repetition and prompt."""
+    units: dict[tuple[int, int], Unit] = defaultdict(dict)
+    for r in runs:
+        if r["category"] == category:
+            units[r["repetition"], r["prompt"]][r["setting"]] = r
+    return units
+
+
+def best_fixed(arguments: argparse.Namespace, runs: list[dict[str, Any]], category: str, seconds: str = "seconds") -> str:
+    """The setting that was the fastest in the repetitions with every setting."""
+    choosing = [unit for (repetition, _), unit in units_of(runs, category).items() if repetition < arguments.choosing]
+    return max((s for s in choosing[0] if s != "auto"), key=lambda s: speed(choosing, s, seconds))
+
+
 def report(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
     without_noise(runs)
-    settings = list(dict.fromkeys(r["setting"] for r in runs))
     found: dict[str, Any] = {}
     for category in dict.fromkeys(r["category"] for r in runs):
-        units: dict[tuple[int, int], dict[str, dict[str, Any]]] = defaultdict(dict)
-        for r in runs:
-            if r["category"] == category:
-                units[r["repetition"], r["prompt"]][r["setting"]] = r
-        whole = {key: unit for key, unit in units.items() if len(unit) == len(settings)}
-        choosing = [unit for (repetition, _), unit in whole.items() if repetition % 2 == 0]
-        timing = [unit for (repetition, _), unit in whole.items() if repetition % 2 == 1]
+        units = units_of(runs, category)
+        best, ideal = best_fixed(arguments, runs, category), best_fixed(arguments, runs, category, "exact")
+        choosing = [unit for (repetition, _), unit in units.items() if repetition < arguments.choosing]
+        timing = [unit for (repetition, _), unit in units.items() if repetition >= arguments.choosing]
         if not timing:
             continue
-        speeds = {s: speed(choosing, s, "seconds") for s in settings}
-        best = max((s for s in settings if s != "auto"), key=lambda s: speeds[s])
-        exact = {s: speed([*choosing, *timing], s, "exact") for s in settings}
-        ideal = max((s for s in settings if s != "auto"), key=lambda s: exact[s])
+        exact = {s: speed(choosing, s, "exact") for s in choosing[0]}
         found[category] = {
             "pairs": len(timing),
             "best_fixed": best,
             "against_best": ratio(timing, best),
             "against_plain": ratio(timing, "none"),
-            "tokens_per_second": {s: round(speed(timing, s, "seconds"), 2) for s in settings},
+            "tokens_per_second": {s: round(speed(choosing, s, "seconds"), 2) for s in choosing[0]},
             "without_noise": {
                 "best_fixed": ideal,
                 "against_best": round(exact["auto"] / exact[ideal], 4),
                 "against_plain": round(exact["auto"] / exact["none"], 4),
-                "relative_to_plain": {s: round(exact[s] / exact["none"], 3) for s in settings},
+                "relative_to_plain": {s: round(exact[s] / exact["none"], 3) for s in exact},
             },
-            "chosen_by_auto": dict(Counter(r[1] for unit in whole.values() for r in unit["auto"]["rounds"]).most_common()),
+            "chosen_by_auto": dict(Counter(r[1] for unit in units.values() for r in unit["auto"]["rounds"]).most_common()),
         }
         print(category, json.dumps(found[category], indent=1))
     auto = [r for r in runs if r["setting"] == "auto"]
@@ -236,7 +255,7 @@ def without_noise(runs: list[dict[str, Any]]) -> None:
     """Give each run its `exact` seconds: its rounds at the median cost of their kinds, over all runs."""
     passes, drafts = defaultdict(list), defaultdict(list)
     for r in runs:
-        for rows, drafter, levels, propose, rest in r["rounds"][1:]:
+        for rows, drafter, levels, propose, rest, _ in r["rounds"][1:]:
             passes[rows].append(rest)
             drafts[r["setting"].split(":")[0], drafter, levels].append(propose)
     cost = {rows: statistics.median(times) for rows, times in passes.items()}
@@ -246,17 +265,17 @@ def without_noise(runs: list[dict[str, Any]]) -> None:
         r["exact"] = (
             sum(
                 cost.get(rows, rest) + draft.get((own, drafter, levels), propose)
-                for rows, drafter, levels, propose, rest in r["rounds"]
+                for rows, drafter, levels, propose, rest, _ in r["rounds"]
             )
             / 1e6
         )
 
 
-def speed(units: list[dict[str, dict[str, Any]]], setting: str, seconds: str) -> float:
+def speed(units: list[Unit], setting: str, seconds: str) -> float:
     return sum(unit[setting]["tokens"] for unit in units) / sum(unit[setting][seconds] for unit in units)
 
 
-def ratio(units: list[dict[str, dict[str, Any]]], other: str) -> dict[str, float]:
+def ratio(units: list[Unit], other: str) -> dict[str, float]:
     """auto's speed over another's: geometric mean over the units, and what it exceeds with 95 % (paired, Student's t)."""
     logs = [
         math.log(unit["auto"]["tokens"] / unit["auto"]["seconds"] * unit[other]["seconds"] / unit[other]["tokens"])
