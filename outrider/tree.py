@@ -41,7 +41,7 @@ class DraftTree:
         n = len(self.tokens)
         if n == 0 or len(self.parents) != n or self.parents[0] != -1:
             raise DraftError("a draft tree needs an anchor (parents[0] == -1) and one parent for each token")
-        if any(not 0 <= parent < i for i, parent in enumerate(self.parents[1:], 1)):
+        if not self.is_chain and any(not 0 <= parent < i for i, parent in enumerate(self.parents[1:], 1)):
             raise DraftError("in a draft tree every parent must come before its children")
         if self.q is not None and len(self.q) != n:
             raise DraftError("a draft tree needs one q (or None) for each node")
@@ -85,7 +85,7 @@ class DraftTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @property
     def depth(self) -> int:
@@ -116,6 +116,26 @@ class DraftTree:
         for node, parent in enumerate(self.parents[1:], 1):
             sees[node] |= sees[parent]
         return torch.from_numpy(sees).to(device)
+
+    def named(self, drafter: str) -> DraftTree:
+        """The same tree, proposed by `drafter`."""
+        tree = object.__new__(DraftTree)
+        tree.__dict__.update(self.__dict__, drafter=drafter)
+        return tree
+
+    def first(self, drafted: int) -> DraftTree:
+        """The tree without what comes after the first `drafted` nodes below the anchor.
+
+        Raises DraftError for a node that was drawn under a q, as `prune` does.
+        """
+        kept = drafted + 1
+        if kept >= len(self):
+            return self
+        if self.q is not None and any(self.q[parent] is not None for parent in self.parents[kept:]):
+            raise DraftError("a drafted token that was drawn under a q cannot be pruned; budget before drawing")
+        return DraftTree(
+            self.tokens[:kept], self.parents[:kept], self.q and self.q[:kept], self.score and self.score[:kept], self.drafter
+        )
 
     def prune(self, keep: Sequence[bool]) -> DraftTree:
         """The tree without the nodes marked False and whatever hangs below them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +51,10 @@ def test_prune_keeps_what_is_kept_with_all_above_it(tree: DraftTree, data: st.Da
     assert [pruned.path_tokens(i) for i in range(len(pruned))] == [tree.path_tokens(i) for i in left]
     assert pruned.score == tuple(tree.score[i] for i in left)  # type: ignore[index]
     assert pruned.tokens[0] == tree.tokens[0] and tree.prune([True] * n) is tree
+    size = data.draw(st.integers(0, n - 1))
+    first, named = tree.first(size), tree.named("someone")
+    assert asdict(first) == asdict(tree.prune([node <= size for node in range(n)])) and first.depths == tree.depths[: size + 1]
+    assert asdict(named) == {**asdict(tree), "drafter": "someone"} and tree.drafter is None
 
 
 @given(trees(), st.data())

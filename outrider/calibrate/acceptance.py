@@ -12,6 +12,7 @@ expectation maximisation. Where there are no stretches both moods come out alike
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect
 from typing import Iterable
 
@@ -23,6 +24,8 @@ DEPTHS = 24
 """Depths with a frequency of their own; those below share the last."""
 STRENGTH = 4.0
 """Nodes that a prior counts for."""
+CAUTION = 16.0
+"""Nodes of a depth that have to say whether scores there are too high."""
 FORGET = 0.01
 """Of a cell, with each new node in it."""
 FADING, FADES = 0.94, 32
@@ -56,33 +59,46 @@ UNKNOWN = around(KEPT)
 
 
 class Frequencies:
-    """Of some cells and both moods, how often what is in them comes true; each shrunk towards a prior."""
+    """Of some cells and both moods, how often what is in them comes true; each shrunk towards a prior.
+
+    A decision comes after a pass that has swept the processor's caches, so that what it costs is mostly memory that it touches: a cell's four
+    numbers lie side by side.
+    """
 
     def __init__(self, cells: int):
-        self.came = [[0.0] * cells, [0.0] * cells]
-        self.seen = [[0.0] * cells, [0.0] * cells]
+        self._cells = array(
+            "d", bytes(32 * cells)
+        )  # for each cell: what came true in the low and the high mood, and of how much
+        self.high = 0.0
+        """How much was seen of the high mood."""
 
     def rates(self, cell: int, prior: Pair) -> Pair:
-        (low, high), (n, m) = self.came, self.seen
+        cells, at = self._cells, 4 * cell
         return (
-            (low[cell] + STRENGTH * prior[0]) / (n[cell] + STRENGTH),
-            (high[cell] + STRENGTH * prior[1]) / (m[cell] + STRENGTH),
+            (cells[at] + STRENGTH * prior[0]) / (cells[at + 2] + STRENGTH),
+            (cells[at + 1] + STRENGTH * prior[1]) / (cells[at + 3] + STRENGTH),
         )
 
     def add(self, cell: int, came: float, weights: Pair) -> None:
         """It came true or not, or was as likely as `came`; weights: how far each mood is held to have been the one."""
-        for weight, comes, seen in zip(weights, self.came, self.seen):
-            left = 1 - FORGET * weight
-            comes[cell] = comes[cell] * left + came * weight
-            seen[cell] = seen[cell] * left + weight
+        cells, at, (low, high) = self._cells, 4 * cell, weights
+        left = 1 - FORGET * low
+        cells[at] = cells[at] * left + came * low
+        cells[at + 2] = cells[at + 2] * left + low
+        left, before = 1 - FORGET * high, cells[at + 3]
+        cells[at + 1] = cells[at + 1] * left + came * high
+        cells[at + 3] = before * left + high
+        self.high += cells[at + 3] - before
 
     def fade(self) -> None:
-        for side in (*self.came, *self.seen):
-            side[:] = [n * FADING for n in side]
+        self._cells = array("d", [n * FADING for n in self._cells])
+        self.high *= FADING
 
 
 class Mood:
     """Of one sequence and drafter: how far it is believed to be in the high mood."""
+
+    __slots__ = ("high",)
 
     def __init__(self, high: float = 0.5):
         self.high = high
@@ -114,7 +130,7 @@ class Verdicts:
     @property
     def high_is_known(self) -> bool:
         """Whether anything was seen of the high mood."""
-        return sum(self.kept.seen[1]) > KNOWN
+        return self.kept.high > KNOWN
 
     def learn(self, cell: int, prior: Pair, kept: bool, mood: Mood) -> None:
         """A node was kept or not."""
@@ -134,6 +150,8 @@ class Acceptance:
         self._depths = Verdicts(DEPTHS + 1)
         self._drafted = Frequencies(DEPTHS + 1)
         self._rounds = 0
+        self._hoped, self._came = [CAUTION] * 8, [CAUTION] * 8
+        """Of scored nodes, by the bit length of their depth, those above them having been kept: how many were to be expected, and were kept."""
 
     def _cell(self, score: float | None, depth: int) -> tuple[int, Pair]:
         """The cell of a node, and what is expected of it before anything is known."""
@@ -158,12 +176,13 @@ class Acceptance:
         """
         low, high = low_goes, high_goes = belief
         kept, drafted = [1.0], [1.0]
-        prior, goes = UNKNOWN, (1.0, 1.0)
+        prior, goes, common = UNKNOWN, (1.0, 1.0), self._depths.common
         for k in range(1, depth + 1):
             at = min(k, DEPTHS)
             prior = self._depths.kept.rates(at, prior)
             goes = self._drafted.rates(at, goes)
-            low, high = low * prior[0], high * prior[1]
+            change = CHANGES * (high * (1 - common) - low * common)
+            low, high = (low + change) * prior[0], (high - change) * prior[1]
             low_goes, high_goes = low_goes * goes[0], high_goes * goes[1]
             kept.append(low + high)
             drafted.append(low_goes + high_goes)
@@ -176,15 +195,20 @@ class Acceptance:
         score, parents, depths = tree.score, tree.parents, tree.depths
         lows, highs, reach = [1 - mood.high], [mood.high], [1.0]
         known: dict[int, Pair] = {}
-        rates = self._nodes.kept.rates
+        rates, common = self._nodes.kept.rates, self._nodes.common
+        hoped, came = self._hoped, self._came
         for node in range(1, len(parents)):
             cell, prior = self._cell(score[node] if score else None, depths[node])
             if cell not in known:
                 known[cell] = rates(cell, prior)
             down, up = known[cell]
             parent = parents[node]
-            lows.append(lows[parent] * down)
-            highs.append(highs[parent] * up)
+            low, high = lows[parent], highs[parent]
+            change = CHANGES * (high * (1 - common) - low * common)
+            size = depths[node].bit_length()
+            share = came[size] / hoped[size]
+            lows.append((low + change) * min(down * share, 1.0))
+            highs.append((high - change) * min(up * share, 1.0))
             reach.append(lows[node] + highs[node])
             if reach[node] < NEVER and tree.is_chain:  # nor anything below it
                 return reach + [0.0] * (len(parents) - node - 1)
@@ -192,8 +216,18 @@ class Acceptance:
 
     def learn_nodes(self, nodes: Iterable[tuple[float | None, int, bool]], mood: Mood) -> None:
         """Verified nodes whose parents were kept: score, depth, whether they were kept."""
+        low, high = mood.belief
+        hoped, came = self._hoped, self._came
         for score, depth, kept in nodes:
-            self._nodes.learn(*self._cell(score, depth), kept, mood)
+            cell, prior = self._cell(score, depth)
+            if score is not None:
+                down, up = self._nodes.kept.rates(cell, prior)
+                size = depth.bit_length()
+                hoped[size] += (low * down + high * up) / (low + high) + FORGET * (CAUTION - hoped[size])
+                came[size] += kept + FORGET * (CAUTION - came[size])
+                if kept:
+                    low, high = low * down, high * up
+            self._nodes.learn(cell, prior, kept, mood)
 
     def learn_depths(self, kept: int, verified: int, chances: list[float], allowed: int, mood: Mood) -> None:
         """What came of a draft that might have had `allowed` levels: for each level that it had, the chance that it was given, if all above

@@ -25,14 +25,12 @@ from ..tree import Budget, DraftTree
 from .acceptance import HIGH, Pair
 from .costs import Curve
 from .offers import Offer, better, by_level, cut_to, to_learn, worth_of
-from .parts import Part, Plan, Stance, Track
+from .parts import PROBES, Part, Plan, Stance, Track
 
 MOST = 64
 """Nodes that a drafter is ever asked for, where nobody says."""
 LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
-PROBES = 0.01
-"""Most of the time that goes into trying drafters that did not pay."""
 AHEAD = 128
 """Tokens that a drafter which has missed some of a text is expected to be of use for, where it is of use."""
 PAUSE = 8
@@ -45,12 +43,14 @@ stretch gives, not what the text gives on average, so the throughput follows qui
 """
 LATELY = 0.9
 """The same of what asking a drafter was worth."""
-ENOUGH = 16
+ENOUGH = 8
 """Nodes that a drafter is asked for whose drafts cost next to nothing; more where many were wanted."""
-UNLIKELY = 0.02
-"""A node less likely than this is not asked for."""
+UNLIKELY, LIKELY = 0.02, 0.25
+"""A node less likely than the first is not asked for, however cheap rows are; one more likely than the second is, however dear."""
 PLAIN = 32
 """After so many rounds without a plain one there is one, for all is measured by it; more where it would be missed more."""
+SETTLED, SELDOM = 24, 8
+"""After so many drafts of a part that cost next to nothing, of so many one is timed."""
 SOON, OFTEN = 8, 4
 """After `SOON` rounds, as long as costs of that size, of about so many sequences, were measured less often than that."""
 LEAST = 1e-9
@@ -80,6 +80,10 @@ class Calibrator(Pace):
         self._tokens = self._seconds = 0.0
         self._plain = self._rate = 1.0
         """Seconds of a plain round, and tokens a second that are being achieved."""
+        self._price = UNLIKELY
+        """How likely a node must be to be asked for: what a row costs on average, in tokens of plain decoding. Not of the throughput: in a good
+        stretch a drafter's own scores are too low."""
+        self._rounds = 0
         self._active: list[Track] = []
         self._learned: list[Round] = []
 
@@ -95,11 +99,11 @@ class Calibrator(Pace):
         base = len(sequences)
         self._plain = plain = self._pass(base)
         self._rate = rate = max(self._tokens / self._seconds, base / plain) if self._seconds else base / plain
+        self._price = min(max(base * (self._pass(base + ENOUGH) / plain - 1) / ENOUGH, UNLIKELY), LIKELY)
         self._pass.since_plain += 1
         is_due = self._pass.since_plain > PLAIN * (rate * plain / base) ** 4 or not self._pass.knows(base)
-        is_due |= self._pass.since_plain > SOON and self._pass.times(base) < OFTEN
-        for part in {part for track in self._active for part in track.parts}:
-            part.save(PROBES * plain)
+        is_due = is_due or (self._pass.since_plain > SOON and not self._pass.is_common(base, OFTEN))
+        self._rounds += 1
         made = []
         for s, track in zip(sequences, self._active):
             track.plan = Plan() if is_due else self._planned(s, track, plain, rate)
@@ -115,7 +119,7 @@ class Calibrator(Pace):
             drafters = parts_of(s.drafter or self.drafter)
             for drafter in drafters:
                 if drafter not in self._parts:
-                    self._parts[drafter] = Part(drafter)
+                    self._parts[drafter] = Part(drafter, self._rounds)
             track = self._tracks[s] = Track([self._parts[d] for d in drafters if not isinstance(d, NoDrafter)])
         return track
 
@@ -143,12 +147,13 @@ class Calibrator(Pace):
         """Whom to ask, and how far the one that costs may go."""
         plan = Plan()
         track.rounds += 1
+        most = min(self.most, s.room - 1)
         for i, (part, stance) in enumerate(zip(track.parts, track.stances)):
-            limit = self._limit(part, s)
+            limit = part.limit(most, len(s.tokens))
             part.acceptance.pass_by(stance.nodes, stance.depths)
             if limit <= 0:
                 continue
-            if part.is_free(plain):
+            if part.is_free:
                 if track.rounds >= stance.resume:
                     plan.free.append(i)
                 continue
@@ -166,7 +171,7 @@ class Calibrator(Pace):
                 cost = part.seconds(depth, plain) + rows + feeding
                 good, deep, _ = self._ahead(part, HIGH, limit, plain, rate)
                 hope = stance.depths.high * good * min(s.room, AHEAD) / rate
-                if stance.seen or part.may_be_tried(cost, hope):
+                if stance.seen or part.may_be_tried(cost / plain, hope / plain, self._rounds):
                     good *= part.acceptance.changes / sum(part.acceptance.ahead(deep, HIGH)[0])
                     self._wait(stance, track.rounds, cost, good, plain)
                     worth, is_probe = 1e9, True
@@ -178,13 +183,6 @@ class Calibrator(Pace):
                 plan.is_probe = is_probe
                 plan.paid, plan.worth, plan.depth, plan.step = i, worth, depth, step
         return plan
-
-    def _limit(self, part: Part, s: Sequence) -> int:
-        """How deep a draft may be."""
-        limit = min(self.most, s.room - 1)
-        if part.context_length is not None:
-            limit = min(limit, part.context_length - len(s.tokens))
-        return limit if part.most_depth is None else min(limit, part.most_depth)
 
     def _ahead(self, part: Part, belief: Pair, limit: int, plain: float, rate: float) -> tuple[float, int, float]:
         """The most that a draft can be expected to be worth, over all depths, and the depth; and how likely a draft must be for a
@@ -227,22 +225,28 @@ class Calibrator(Pace):
     def _budget(self, plan: Plan, has_grammar: bool) -> Budget:
         """All that any of the planned parts may need; a grammar may force tokens where none is asked."""
         if plan.free or has_grammar:
-            return Budget(self.most, self.most, UNLIKELY, plan.step)
-        return Budget(self.most, plan.depth, UNLIKELY, plan.step) if plan.paid is not None else Budget(0, 0)
+            return Budget(self.most, self.most, self._price, plan.step)
+        return Budget(self.most, plan.depth, self._price, plan.step) if plan.paid is not None else Budget(0, 0)
 
     # ---- the drafts --------------------------------------------------------------------------------------------------------
 
     def propose(self, drafter: Drafter, sequences: Many[Sequence], work: Work) -> list[DraftTree]:
         began = time.perf_counter_ns()
-        tracks = [self._tracks[s] for s in sequences]
+        tracks = self._active if len(sequences) == len(self._active) else [self._tracks[s] for s in sequences]
         rate = self._rate
         best: list[Offer | None] = [None] * len(work)
-        for i in dict.fromkeys(i for track in tracks for i in track.plan.free):
-            asked = [n for n, track in enumerate(tracks) if i in track.plan.free]
+        free: dict[int, list[int]] = {}
+        paid: dict[int, list[int]] = {}
+        for n, track in enumerate(tracks):
+            for i in track.plan.free:
+                free.setdefault(i, []).append(n)
+        for i, asked in free.items():
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
-                best[n] = better(best[n], self._judge(tracks[n], offer, rate))
-        for i in dict.fromkeys(track.plan.paid for track in tracks if track.plan.paid is not None):
-            asked = [n for n, track in enumerate(tracks) if track.plan.paid == i and track.plan.is_wanted(worth_of(best[n]))]
+                best[n] = better(best[n], self._judge(tracks[n], offer, rate, worth_of(best[n])))
+        for n, track in enumerate(tracks):
+            if track.plan.paid is not None and track.plan.is_wanted(worth_of(best[n])):
+                paid.setdefault(track.plan.paid, []).append(n)
+        for i, asked in paid.items():
             for n, offer in zip(asked, self._offers(drafter, i, asked, tracks, work, rate)):
                 if tracks[n].plan.is_probe and offer.order:
                     offer = to_learn(offer, len(offer.order), max(offer.worth, worth_of(best[n]) + 1))
@@ -259,46 +263,42 @@ class Calibrator(Pace):
 
     def _offers(self, drafter: Drafter, i: int, asked: Many[int], tracks: Many[Track], work: Work, rate: float) -> list[Offer]:
         """What part `i` offers to those that ask it. Its cost is learned."""
-        if not asked:
-            return []
-        part, plain = tracks[asked[0]].parts[i], self._plain
-        asks = []
+        part, is_paid = tracks[asked[0]].parts[i], i == tracks[asked[0]].plan.paid
+        asking, asks, budgets = [], [], []
         for n in asked:
-            ask, plan = work[n], tracks[n].plan
-            if i == plan.paid:
-                depth = min(plan.depth, ask.budget.depth)
-                nodes, step = depth * part.nodes, plan.step
-            else:
-                depth, nodes, step = ask.budget.depth, max(int(2 * part.wanted), ENOUGH), 0.0
-            budget = Budget(min(nodes, ask.budget.nodes), depth, UNLIKELY, step)
-            asks.append(ask._replace(budget=budget))
+            plan, most = tracks[n].plan, work[n].budget
+            depth = min(plan.depth, most.depth) if is_paid else most.depth
+            nodes = depth * part.nodes if is_paid else max(int(2 * part.wanted), ENOUGH)
+            if is_paid:
+                part.deepest = max(part.deepest, depth)
+            asking.append(tracks[n])
+            asks.append(work[n])
+            budgets.append(Budget(min(nodes, most.nodes), depth, self._price, plan.step if is_paid else 0.0))
         began, real = self._clock(), time.perf_counter_ns()
-        trees = ask_part(drafter, i, asks)
+        trees = ask_part(drafter, i, asks, budgets)
         spent = (self._clock() - began) / len(asked) / 1e9
         self.deciding_ns -= time.perf_counter_ns() - real
-        self._learn_draft(part, [tracks[n] for n in asked], i, asks, trees, spent)
-        if i == tracks[asked[0]].plan.paid:
-            self._expect(0.0, part.seconds(max(tree.depth for tree in trees), plain) * len(asked))
-        return [self._offer(tracks[n], i, tree, ask, rate) for n, tree, ask in zip(asked, trees, asks)]
+        levels = max([tree.depth for tree in trees])
+        self._learn_draft(part, asking, i, asks, levels, spent)
+        if is_paid:
+            self._expect(0.0, part.seconds(levels, self._plain) * len(asked))
+        return [self._offer(track, i, tree, rate) for track, tree in zip(asking, trees)]
 
-    def _learn_draft(
-        self, part: Part, tracks: Many[Track], i: int, asks: Many[Ask], trees: Many[DraftTree], spent: float
-    ) -> None:
+    def _learn_draft(self, part: Part, tracks: Many[Track], i: int, asks: Many[Ask], levels: int, spent: float) -> None:
         """What a draft took; of tokens that had to be caught up with, what each took besides."""
-        levels, plain = max(tree.depth for tree in trees), self._plain
         missed = 0
         for track, ask in zip(tracks, asks):
             stance = track.stances[i]
             missed += max(len(ask.tokens) - stance.seen - LEVELS, 0)
             stance.seen = len(ask.tokens)
-            part.deepest = max(part.deepest, ask.budget.depth if i == track.plan.paid else 0)
-        if not missed:
-            part.cost.add(levels, spent)
-        else:
-            more = max(spent - part.seconds(levels, plain), 0.0) * len(asks) / missed
+        part.asked += 1
+        if missed:
+            more = max(spent - part.seconds(levels, self._plain), 0.0) * len(asks) / missed
             part.feeding += (more - part.feeding) * (0.3 if part.feeding else 1.0)
+        elif not part.is_free or part.asked < SETTLED or part.asked % SELDOM == 0:
+            part.learn(levels, spent, self._plain)
 
-    def _offer(self, track: Track, i: int, tree: DraftTree, ask: Ask, rate: float) -> Offer:
+    def _offer(self, track: Track, i: int, tree: DraftTree, rate: float) -> Offer:
         """A draft with what is worth verifying of it: of all sizes the one whose tokens exceed its rows' cost the most."""
         if len(tree) == 1:
             return Offer(0.0, i, tree, [1.0], [], 0)
@@ -324,17 +324,17 @@ class Calibrator(Pace):
         """Rows that a pass of `base` rows may have besides: not many more than were ever measured."""
         return max(2 * self._pass.most - base, 8)
 
-    def _judge(self, track: Track, offer: Offer, rate: float) -> Offer:
-        """What asking a free part was worth; one that is worth nothing for a while is given a pause. Now and then a node of a draft that
-        is worth nothing is verified all the same, or nothing would be learned.
+    def _judge(self, track: Track, offer: Offer, rate: float, offered: float) -> Offer:
+        """What asking a free part was worth, beside what was offered before; one that is worth nothing for a while is given a pause. Now and
+        then a node of a draft that is worth nothing is verified all the same, or nothing would be learned.
         """
         part, stance = track.parts[offer.part], track.stances[offer.part]
         part.wanted += 0.2 * (offer.taken - part.wanted) if offer.taken < part.wanted else offer.taken - part.wanted
         plain = self._plain
         cost = part.seconds(len(offer.tree) - 1, plain)
-        worth = offer.worth - rate * cost
+        worth = max(offer.worth - offered, 0.0) - rate * cost
         stance.worth = worth if stance.worth is None else stance.worth + (1 - LATELY) * (worth - stance.worth)
-        if offer.worth > 0:
+        if offer.worth > offered:
             stance.worth = max(stance.worth, 0.1 * worth)
             stance.pause = stance.resume = 0
         elif stance.worth <= 0:

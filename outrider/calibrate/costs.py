@@ -23,6 +23,24 @@ GUESS = 0.02
 """Before two numbers are measured, how much one more adds, as a share."""
 
 
+class Number:
+    """Of one number: its seconds before the common factor, and what they come from. times: of measurements by the curve itself, where it
+    began as another's.
+    """
+
+    __slots__ = ("count", "first", "seconds", "times")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.first: list[float] = []
+        self.count = self.times = 0
+
+    def copy(self) -> Number:
+        other = Number()
+        other.seconds, other.first, other.count, other.times = self.seconds, list(self.first), self.count, self.times
+        return other
+
+
 class Curve:
     """Seconds by a whole number from 0 on."""
 
@@ -30,10 +48,7 @@ class Curve:
         """guess: at 0, in any unit, until something is measured. slope: what one more adds, as a share of the least known."""
         self._guess = guess
         self._slope = slope
-        self._known: dict[int, float] = {}
-        self._first: dict[int, list[float]] = {}
-        self._counts: dict[int, int] = {}
-        self._times: dict[int, int] = {}
+        self._numbers: dict[int, Number] = {}
         self._line: list[float] = []
         self._longest = 16
         self._changes = 0
@@ -44,63 +59,77 @@ class Curve:
 
     def copy(self) -> Curve:
         other = Curve(self._guess, self._slope)
-        other._known = dict(self._known)
-        other._first = {n: list(first) for n, first in self._first.items()}
-        other._counts, other._times = dict(self._counts), dict(self._times)
+        other._numbers = {n: number.copy() for n, number in self._numbers.items()}
         other.drift = self.drift
         return other
 
     def shape(self, least: int) -> Curve:
         """A curve from `least` on that is as steep as this one, and takes its level from what is measured first."""
-        if not self._known:
-            return Curve(self._guess, self._slope)
         other = Curve(self._guess, self._slope)
-        other._known = {n: known for n, known in self._known.items() if n >= least} or {least: self.line(least)[least]}
-        other._first = {n: list(first) for n, first in self._first.items() if n in other._known}
-        other._counts = {n: len(first) for n, first in other._first.items()}
+        if not self._numbers:
+            return other
+        for n, number in self._numbers.items():
+            if n >= least:
+                other._numbers[n] = number.copy()
+                other._numbers[n].count, other._numbers[n].times = len(number.first), 0
+        if not other._numbers:
+            other._numbers[least] = Number()
+            other._numbers[least].seconds = self.line(least)[least]
         other._levels = []
         other.drift = self.drift
         return other
 
     @property
     def is_measured(self) -> bool:
-        return bool(self._known)
+        return bool(self._numbers)
 
     def knows(self, n: int) -> bool:
         """Whether `n` or a smaller number was measured."""
-        return n in self._known or any(known < n for known in self._known)
+        return n in self._numbers or any(known < n for known in self._numbers)
 
-    def times(self, n: int) -> int:
-        """How often `n` or a smaller number was measured, for this curve itself where it began as another's shape."""
-        return sum(count for known, count in self._times.items() if known <= n)
+    def is_common(self, n: int, times: int) -> bool:
+        """Whether `n` or smaller numbers were measured so often, by this curve itself where it began as another's shape."""
+        if n in self._numbers and self._numbers[n].times >= times:
+            return True
+        return sum(number.times for known, number in self._numbers.items() if known <= n) >= times
 
     @property
     def most(self) -> int:
         """The largest number measured."""
-        return max(self._known, default=0)
+        return max(self._numbers, default=0)
 
     def add(self, n: int, seconds: float) -> None:
         """A measurement."""
         seconds = max(seconds, 1e-9)  # a clock may not have moved
-        self._times[n] = self._times.get(n, 0) + 1
+        number = self._numbers.get(n)
         if self._levels is not None:
-            levels = self._levels = [*self._levels, seconds / self.line(n)[n]]
-            self.drift = min(levels) if len(levels) < FIRST else median(levels)
-            self._levels = levels if len(levels) < FIRST else None
-            return
-        first = self._first.setdefault(n, [])
-        if len(first) < FIRST:
-            first.append(seconds / self.drift)
-            self._known[n] = min(first) if len(first) < FIRST else median(first)  # a first pass is slow as a rule
+            self._add_level(seconds / self.line(n)[n])
+        elif number is None or len(number.first) < FIRST:
+            number = self._numbers.setdefault(n, Number())
+            number.first.append(seconds / self.drift)
+            number.seconds = (
+                min(number.first) if len(number.first) < FIRST else median(number.first)
+            )  # a first pass is slow as a rule
+            number.count += 1
+            self._line = []
         else:
-            off = math.log(seconds / (self._known[n] * self.drift))
+            off = math.log(seconds / (number.seconds * self.drift))
             off = min(max(off, -MOST_OFF), MOST_OFF)
             self.drift *= math.exp(COMMON * off)
-            self._known[n] *= math.exp(max(OWN, 1 / self._counts[n]) * off)
-        self._counts[n] = self._counts.get(n, 0) + 1
-        self._changes += 1
-        if len(first) < FIRST or self._counts[n] <= FIRST or self._changes > REDRAWN:
-            self._line, self._changes = [], 0
+            number.seconds *= math.exp(max(OWN, 1 / number.count) * off)
+            number.count += 1
+            self._changes += 1
+            if self._changes > REDRAWN:
+                self._line, self._changes = [], 0
+        if number is not None:
+            number.times += 1
+
+    def _add_level(self, level: float) -> None:
+        """By how much a measurement exceeds the shape."""
+        assert self._levels is not None
+        levels = self._levels = [*self._levels, level]
+        self.drift = min(levels) if len(levels) < FIRST else median(levels)
+        self._levels = levels if len(levels) < FIRST else None
 
     def line(self, most: int) -> list[float]:
         """Seconds for 0, 1, ... `most`, perhaps more, before the common factor `drift`."""
@@ -113,11 +142,11 @@ class Curve:
         return self.line(n)[n] * self.drift
 
     def _drawn(self, most: int) -> list[float]:
-        known = sorted(self._known)
+        known = sorted(self._numbers)
         if not known:
             return [self._guess * (1 + self._slope * n) for n in range(most + 1)]
         first, last = known[0], known[-1]
-        values = [self._known[n] for n in known]
+        values = [self._numbers[n].seconds for n in known]
         slope = self._slope * values[0]
         if first != last:
             slope = max((values[-1] - values[0]) / (last - first), 0.0)

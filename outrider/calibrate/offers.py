@@ -47,11 +47,7 @@ def by_level(offer: Offer) -> list[float]:
 def cut_to(offer: Offer) -> DraftTree:
     """The draft without what is not worth verifying."""
     tree, taken = offer.tree, offer.taken
-    if taken == len(tree) - 1:
-        return tree
     if tree.is_chain:
-        kept = [True] * (taken + 1) + [False] * (len(tree) - taken - 1)
-    else:
-        best = {0, *offer.order[:taken]}
-        kept = [node in best for node in range(len(tree))]
-    return tree.prune(kept)
+        return tree.first(taken)
+    best = {0, *offer.order[:taken]}
+    return tree.prune([node in best for node in range(len(tree))])

@@ -11,7 +11,9 @@ from .acceptance import Acceptance
 from .costs import Curve
 
 FREE = 0.02
-"""A draft below this share of a plain round is next to nothing: its drafter is asked before anything is decided."""
+"""A draft below this share of a plain round is next to nothing."""
+PROBES = 0.01
+"""Most of the time that goes into trying drafters that did not pay."""
 SAVED = 2000
 """Rounds in which time may be saved up for first trials."""
 TYPICAL = 8
@@ -21,7 +23,8 @@ TYPICAL = 8
 class Part:
     """A drafter that can be asked: what a session has learned about it."""
 
-    def __init__(self, drafter: Drafter):
+    def __init__(self, drafter: Drafter, now: int = 0):
+        """now: rounds of the session before it."""
         self.name = drafter.name
         self.context_length = drafter.context_length
         self.most_depth = drafter.most_depth
@@ -36,10 +39,21 @@ class Part:
         """Nodes that it is asked for, for each level."""
         self.deepest = 4
         """Most levels that it was asked for."""
+        self.asked = 0
+        """How often it was asked."""
         self.wanted = 8.0
         """Nodes that were worth verifying, lately."""
-        self._saved = 0.0
+        self._saving = float(now)
+        """Since this round it has saved for first trials."""
         self._guess = getattr(drafter, "least", 0.0)
+        self.is_free = self._guess * TYPICAL < FREE
+        """Whether a draft costs next to nothing, as far as is known: then it is asked before anything is decided."""
+
+    def limit(self, most: int, length: int) -> int:
+        """How deep a draft may be where `most` is allowed, after so many tokens."""
+        if self.context_length is not None:
+            most = min(most, self.context_length - length)
+        return most if self.most_depth is None else min(most, self.most_depth)
 
     def seconds(self, levels: int, plain: float) -> float:
         """What a draft of so many levels costs. plain: a plain round; before it is measured, a share of that is guessed for each level."""
@@ -51,22 +65,28 @@ class Part:
             return [self._guess * levels * plain for levels in range(most + 1)]
         return [seconds * self.cost.drift for seconds in self.cost.line(most)[: most + 1]]
 
-    def save(self, seconds: float) -> None:
-        """Let first trials by new sequences take so much more time."""
-        self._saved = min(self._saved + seconds, SAVED * seconds)
+    def learn(self, levels: int, seconds: float, plain: float) -> None:
+        """What a draft of so many levels took."""
+        self.cost.add(levels, seconds)
+        self.is_free = self.cost(TYPICAL) < FREE * plain
 
-    def may_be_tried(self, cost: float, hope: float) -> bool:
-        """Whether a new sequence tries it: where that can be expected to pay, or from what was saved. In seconds."""
-        is_paid = hope < cost and self._saved >= cost
-        self._saved -= cost * is_paid
-        return is_paid or hope >= cost
-
-    def is_free(self, plain: float) -> bool:
-        return self.seconds(TYPICAL, plain) < FREE * plain
+    def may_be_tried(self, cost: float, hope: float, now: int) -> bool:
+        """Whether a new sequence tries it: where that can be expected to pay, or from what was saved, of each round a `PROBES` part. cost and
+        hope: in plain rounds. now: rounds of the session so far.
+        """
+        if hope >= cost:
+            return True
+        saving = max(self._saving, now - SAVED) + cost / PROBES
+        if saving > now:
+            return False
+        self._saving = saving
+        return True
 
 
 class Stance:
     """How one sequence stands to one part."""
+
+    __slots__ = ("depths", "idle", "look", "nodes", "pause", "resume", "seen", "worth")
 
     def __init__(self, part: Part) -> None:
         self.nodes, self.depths = part.acceptance.moods()
@@ -83,7 +103,7 @@ class Stance:
         """Tokens of the sequence when it was last asked."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Plan:
     """One sequence's round. free: parts to ask at once; paid: one to ask if that is worth more, to this depth, perhaps as a probe;
     step: its price.

@@ -12,7 +12,7 @@ from ..errors import LoadError, ParameterError
 from ..models import SHIPPED, shipped
 from ..sampling import Sampler
 from ..targets.base import Output, Target
-from ..tree import DraftTree
+from ..tree import Budget, DraftTree
 from .base import Ask, Drafter, Options, State, Work
 from .checkpoint import Checkpoint, resolve
 from .suffix import SuffixDrafter, SuffixOptions
@@ -100,7 +100,7 @@ class AutoDrafter(Drafter):
         for i in range(len(self.parts)):
             asked = [n for n, tree in enumerate(trees) if len(tree) == 1]
             if asked:
-                for n, tree in zip(asked, ask_part(self, i, [work[n] for n in asked])):
+                for n, tree in zip(asked, ask_part(self, i, [work[n] for n in asked], [work[n].budget for n in asked])):
                     trees[n] = tree
         return trees
 
@@ -121,23 +121,22 @@ def parts_of(drafter: Drafter) -> list[Drafter]:
     return drafter.parts if isinstance(drafter, AutoDrafter) else [drafter]
 
 
-def ask_part(drafter: Drafter, i: int, work: Work) -> list[DraftTree]:
-    """The drafts of part `i` of `drafter`, which has its name on them."""
+def ask_part(drafter: Drafter, i: int, work: Work, budgets: Sequence[Budget]) -> list[DraftTree]:
+    """The drafts of part `i` of `drafter`, which has its name on them, within other budgets than those in `work`."""
     if not isinstance(drafter, AutoDrafter):
-        return drafter.propose(work)
+        return drafter.propose([ask._replace(budget=budget) for ask, budget in zip(work, budgets)])
     part = drafter.parts[i]
-    own = [ask._replace(state=_states(ask.state)[i], budget=_within(part, ask)) for ask in work]
+    own = [ask._replace(state=_states(ask.state)[i], budget=_within(part, ask, budget)) for ask, budget in zip(work, budgets)]
     asked = [ask for ask in own if ask.budget.depth > 0]
     trees = iter(part.propose(asked) if asked else [])
     made = [next(trees) if ask.budget.depth > 0 else DraftTree.chain(ask.tokens[-1]) for ask in own]
-    return [tree if len(tree) == 1 else replace(tree, drafter=part.name) for tree in made]
+    return [tree if len(tree) == 1 else tree.named(part.name) for tree in made]
 
 
-def _within(part: Drafter, ask: Ask) -> Any:
+def _within(part: Drafter, ask: Ask, budget: Budget) -> Budget:
     """The budget, as deep as the part has positions for."""
-    if part.context_length is None:
-        return ask.budget
-    return replace(ask.budget, depth=min(ask.budget.depth, part.context_length - len(ask.tokens)))
+    most = budget.depth if part.context_length is None else part.context_length - len(ask.tokens)
+    return budget if budget.depth <= most else replace(budget, depth=most)
 
 
 def _states(state: State) -> list[State]:
