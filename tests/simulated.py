@@ -78,8 +78,8 @@ class Simulation:
         self.now = 0.0
         self.states: list[int] = [0]
         self.luck: list[float] = [0.0]
-        self.drafter = Simulated(self)
-        self.asked = 0
+        self.drafter: Drafter = Simulated(self)
+        self.share = 1.0  # of the chances, that the drafter which was asked last has
         self.each = 0.0  # seconds that a pass takes longer for each further sequence
         self.claims: float | None = None  # the score that the drafter gives every token, whatever its true chance
 
@@ -145,7 +145,7 @@ class Simulation:
     def kept(self, position: int, drafted: int) -> int:
         for k in range(1, drafted + 1):
             state = self.state_at(position + k - 1)
-            if self.luck[position + k - 1] >= self.text.chances[state](k):
+            if self.luck[position + k - 1] >= self.share * self.text.chances[state](k):
                 return k - 1
         return drafted
 
@@ -163,14 +163,19 @@ class Stub:
 
 
 class Simulated(Drafter):
-    """Chains whose levels cost what the simulation says, with the true chance as their score if the text knows it."""
+    """Chains whose levels cost what the simulation says, with the true chance as their score if the text knows it.
+
+    dear, share: what a level costs, and how likely it is to be kept, against what the simulation says.
+    """
 
     name = "simulated"
 
-    def __init__(self, simulation: Simulation):
+    def __init__(self, simulation: Simulation, dear: float = 1.0, share: float = 1.0):
         super().__init__()
         self.simulation = simulation
-        self.least = simulation.step / simulation.cost(1)
+        self.dear, self.share = dear, share
+        self.least = dear * simulation.step / simulation.cost(1)
+        self.asked = 0
 
     def open(self, sampler: Any) -> State:
         return State(sampler)
@@ -180,9 +185,10 @@ class Simulated(Drafter):
 
     def _draft(self, tokens: Sequence[int], budget: Budget) -> DraftTree:
         sim = self.simulation
-        sim.asked += 1
+        self.asked += 1
+        sim.share = self.share
         n = min(budget.depth, budget.nodes)
-        sim.spend(sim.step * n)
+        sim.spend(self.dear * sim.step * n)
         score = None
         if sim.text.scored:
             score = [sim.text.chances[sim.state_at(len(tokens) + k - 1)](k) for k in range(1, n + 1)]

@@ -13,6 +13,7 @@ import torch
 from enumeration import Case
 from simulated import (
     CURVES,
+    Simulated,
     Simulation,
     Stub,
     Text,
@@ -40,7 +41,7 @@ from outrider.calibrate.parts import Plan
 from outrider.decode import Sequence as Decoded
 from outrider.decode import decode
 from outrider.drafters import Drafter, State, load_drafter
-from outrider.drafters.auto import AutoDrafter
+from outrider.drafters.auto import AutoDrafter, AutoState
 from outrider.drafters.base import Ask, NoDrafter
 from outrider.drafters.lookup import LookupDrafter
 from outrider.drafters.model import ModelDrafter, ModelOptions
@@ -122,12 +123,28 @@ def test_a_useless_drafter_costs_next_to_nothing_after_a_while() -> None:
             assert first < 64 * cost(1) * 1.4, (name, step)
 
 
+def test_a_drafter_that_another_outdoes_is_hardly_ever_asked() -> None:
+    """In each of many short texts: what it is worth by itself is not what it would add."""
+    cost = curve("SmolLM2, six rows at a time")
+    simulation = Simulation(constant(0.7), cost, 0.1 * cost(1), 6, 0.03)
+    better, worse = simulation.drafter, Simulated(simulation, dear=2.0, share=0.6)
+    simulation.drafter = AutoDrafter([better, worse])
+    made = calibrator(simulation)
+    for i in range(80):
+        s = Stub(simulation.drafter, 20 + 70 * i)
+        s.state = AutoState(s.sampler, [State(s.sampler), State(s.sampler)])
+        if i == 20:
+            better.asked = worse.asked = 0
+        simulation.run(made, 64, s)
+    assert worse.asked < 0.03 * better.asked
+
+
 def test_off_calls_no_drafter() -> None:
     cost = curve("Qwen 1.5B, transformers")
     simulation = Simulation(constant(0.05), cost, 0.3 * cost(1), 5)
     _, rounds = simulation.run(calibrator(simulation), 400)
     off = sum(r.budget.nodes == 0 for r in rounds)
-    assert off > 0.95 * len(rounds) and simulation.asked == len(rounds) - off
+    assert off > 0.95 * len(rounds) and simulation.drafter.asked == len(rounds) - off
 
 
 def test_it_adapts_within_ten_rounds() -> None:

@@ -150,7 +150,7 @@ class Acceptance:
         self._depths = Verdicts(DEPTHS + 1)
         self._drafted = Frequencies(DEPTHS + 1)
         self._rounds = 0
-        self._hoped, self._came = [CAUTION] * 8, [CAUTION] * 8
+        self._hoped, self._came = [CAUTION] * 32, [CAUTION] * 32
         """Of scored nodes, by the bit length of their depth, those above them having been kept: how many were to be expected, and were kept."""
 
     def _cell(self, score: float | None, depth: int) -> tuple[int, Pair]:
@@ -176,13 +176,12 @@ class Acceptance:
         """
         low, high = low_goes, high_goes = belief
         kept, drafted = [1.0], [1.0]
-        prior, goes, common = UNKNOWN, (1.0, 1.0), self._depths.common
+        prior, goes = UNKNOWN, (1.0, 1.0)
         for k in range(1, depth + 1):
             at = min(k, DEPTHS)
             prior = self._depths.kept.rates(at, prior)
             goes = self._drafted.rates(at, goes)
-            change = CHANGES * (high * (1 - common) - low * common)
-            low, high = (low + change) * prior[0], (high - change) * prior[1]
+            low, high = low * prior[0], high * prior[1]
             low_goes, high_goes = low_goes * goes[0], high_goes * goes[1]
             kept.append(low + high)
             drafted.append(low_goes + high_goes)
@@ -191,24 +190,21 @@ class Acceptance:
         return kept, drafted
 
     def reach(self, tree: DraftTree, mood: Mood) -> list[float]:
-        """The chance of each node to be kept with all above it. A mood lasts for a draft."""
+        """The chance of each node to be kept with all above it. A mood lasts for a draft; that it may not is in what is corrected by depth."""
         score, parents, depths = tree.score, tree.parents, tree.depths
         lows, highs, reach = [1 - mood.high], [mood.high], [1.0]
         known: dict[int, Pair] = {}
-        rates, common = self._nodes.kept.rates, self._nodes.common
+        rates = self._nodes.kept.rates
         hoped, came = self._hoped, self._came
         for node in range(1, len(parents)):
             cell, prior = self._cell(score[node] if score else None, depths[node])
             if cell not in known:
                 known[cell] = rates(cell, prior)
             down, up = known[cell]
-            parent = parents[node]
-            low, high = lows[parent], highs[parent]
-            change = CHANGES * (high * (1 - common) - low * common)
-            size = depths[node].bit_length()
+            parent, size = parents[node], depths[node].bit_length()
             share = came[size] / hoped[size]
-            lows.append((low + change) * min(down * share, 1.0))
-            highs.append((high - change) * min(up * share, 1.0))
+            lows.append(lows[parent] * min(down * share, 1.0))
+            highs.append(highs[parent] * min(up * share, 1.0))
             reach.append(lows[node] + highs[node])
             if reach[node] < NEVER and tree.is_chain:  # nor anything below it
                 return reach + [0.0] * (len(parents) - node - 1)

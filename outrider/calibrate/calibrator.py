@@ -166,10 +166,11 @@ class Calibrator(Pace):
             is_probe = False
             if worth > 0:
                 stance.pause = 0
-            elif track.rounds >= stance.resume:
+            elif track.rounds >= stance.resume and not plan.is_probe:
                 rows = max(self._pass(len(self._active) + round(depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 cost = part.seconds(depth, plain) + rows + feeding
                 good, deep, _ = self._ahead(part, HIGH, limit, plain, rate)
+                good -= plan.worth  # of another that is asked otherwise
                 hope = stance.depths.high * good * min(s.room, AHEAD) / rate
                 if stance.seen or part.may_be_tried(cost / plain, hope / plain, self._rounds):
                     good *= part.acceptance.changes / sum(part.acceptance.ahead(deep, HIGH)[0])
