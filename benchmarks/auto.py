@@ -9,7 +9,7 @@ and `auto`. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on
 calibrator that knows nothing yet. `--report` computes what there is:
 
 - for each category `auto` against the chosen setting and against plain decoding, over the repetitions after the choice: the mean of the units'
-  log ratios with its paired one-sided 95 % bound;
+  log ratios with its paired one-sided 95 % bound; units whose texts parted (a pass of other rows rounds otherwise) are left out;
 - without the noise of the clock: every round at the median cost of its kind (rows of the pass; drafter and levels), in the repetitions
   with every setting, against the setting that is the best by these costs.
 """
@@ -212,12 +212,14 @@ def report(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
         units = units_of(runs, category)
         best, ideal = best_fixed(arguments, runs, category), best_fixed(arguments, runs, category, "exact")
         choosing = [unit for (repetition, _), unit in units.items() if repetition < arguments.choosing]
-        timing = [unit for (repetition, _), unit in units.items() if repetition >= arguments.choosing]
+        timed = [unit for (repetition, _), unit in units.items() if repetition >= arguments.choosing]
+        timing = [unit for unit in timed if unit["auto"]["texts"] == 1]
         if not timing:
             continue
         exact = {s: speed(choosing, s, "exact") for s in choosing[0]}
         found[category] = {
             "pairs": len(timing),
+            "pairs_left_out": len(timed) - len(timing),
             "best_fixed": best,
             "against_best": ratio(timing, best),
             "against_plain": ratio(timing, "none"),
