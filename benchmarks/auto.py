@@ -11,7 +11,8 @@ calibrator that knows nothing yet. `--report` computes what there is:
 - for each category `auto` against the chosen setting and against plain decoding, over the repetitions after the choice: the mean of the units'
   log ratios with its paired one-sided 95 % bound; units whose texts parted (a pass of other rows rounds otherwise) are left out;
 - without the noise of the clock: every round at the median cost of its kind (rows of the pass; drafter and levels), in the repetitions
-  with every setting, against the setting that is the best by these costs.
+  with every setting, against the setting that is the best by these costs. A draft that took far longer than that has caught up with the prompt:
+  it counts as it was.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ REWRITE = (
     "for the spring\n- write to the members about the meeting\n- return the ladder to the neighbours\n",
     "Write this sentence three times: The keeper of the lighthouse wrote down the time, the wind and the height of the waves.",
 )
+CAUGHT_UP = 4
+"""A draft that took so many times the median of its kind was not noise."""
 T95 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 12: 1.78, 15: 1.75, 20: 1.72}
 
 
@@ -65,6 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--each", type=int, default=1, help="prompts of each Spec-Bench category")
+    parser.add_argument("--kinds", default=",".join((*KINDS, "rewrite")), help="of prompts")
     parser.add_argument("--rewrites", type=int, default=len(REWRITE))
     parser.add_argument("--choosing", type=int, default=2, help="repetitions with every setting")
     parser.add_argument("--repeat", type=int, default=4, help="repetitions after these")
@@ -89,7 +93,7 @@ def measure(arguments: argparse.Namespace, path: Path) -> None:
     done = {(r["setting"], r["prompt"], r["repetition"]) for r in made}
     engines = dict(make_engines(arguments))
     target = next(iter(engines.values())).target
-    prompts = list(chosen(arguments, target.tokenizer))
+    prompts = [one for one in chosen(arguments, target.tokenizer) if one[0] in arguments.kinds.split(",")]
     params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True)
     with open(path, "a") as out:
         for repetition in range(arguments.choosing + arguments.repeat):
@@ -264,13 +268,11 @@ def without_noise(runs: list[dict[str, Any]]) -> None:
     draft = {kind: statistics.median(times) for kind, times in drafts.items()}
     for r in runs:
         own = r["setting"].split(":")[0]
-        r["exact"] = (
-            sum(
-                cost.get(rows, rest) + draft.get((own, drafter, levels), propose)
-                for rows, drafter, levels, propose, rest, _ in r["rounds"]
-            )
-            / 1e6
-        )
+        exact = 0.0
+        for rows, drafter, levels, propose, rest, _ in r["rounds"]:
+            usual = draft.get((own, drafter, levels), propose)
+            exact += cost.get(rows, rest) + (propose if propose > CAUGHT_UP * usual else usual)
+        r["exact"] = exact / 1e6
 
 
 def speed(units: list[Unit], setting: str, seconds: str) -> float:

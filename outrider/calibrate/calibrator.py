@@ -49,6 +49,8 @@ UNLIKELY, LIKELY = 0.02, 0.25
 """A node less likely than the first is not asked for, however cheap rows are; one more likely than the second is, however dear."""
 PLAIN = 32
 """After so many rounds without a plain one there is one, for all is measured by it; more where it would be missed more."""
+FED = 0.5
+"""Weight of a measurement of what it takes to catch up with tokens that were missed; of the first too."""
 SETTLED, SELDOM = 24, 8
 """After so many drafts of a part that cost next to nothing, of so many one is timed."""
 SOON, OFTEN = 8, 4
@@ -295,7 +297,7 @@ class Calibrator(Pace):
         part.asked += 1
         if missed:
             more = max(spent - part.seconds(levels, self._plain), 0.0) * len(asks) / missed
-            part.feeding += (more - part.feeding) * (0.3 if part.feeding else 1.0)
+            part.feeding += FED * (more - part.feeding)  # the first time is slow as a rule
         elif not part.is_free or part.asked < SETTLED or part.asked % SELDOM == 0:
             part.learn(levels, spent, self._plain)
 
