@@ -123,6 +123,19 @@ def test_a_useless_drafter_costs_next_to_nothing_after_a_while() -> None:
             assert first < 64 * cost(1) * 1.4, (name, step)
 
 
+def test_a_level_that_was_found_bad_is_tried_again_where_all_above_it_are_kept() -> None:
+    """As long as one level is asked for, nothing is learned of the second."""
+    cost = curve("SmolLM2, six rows at a time")
+    for seed in range(4):
+        simulation = Simulation(Text((lambda depth: 0.75 if depth == 1 else 0.1,)), cost, 0.3 * cost(1), seed, 0.03)
+        made, s = calibrator(simulation), Stub(simulation.drafter)
+        _, before = simulation.run(made, 400, s)
+        simulation.text = constant(0.95)
+        _, after = simulation.run(made, 300, s)
+        assert sum(r.proposed > 1 for r in before[-50:]) < 20
+        assert max(r.proposed for r in after[:10]) > 1 and sum(r.proposed > 2 for r in after[30:60]) > 20, seed
+
+
 def test_a_drafter_that_another_outdoes_is_hardly_ever_asked() -> None:
     """In each of many short texts: what it is worth by itself is not what it would add."""
     cost = curve("SmolLM2, six rows at a time")

@@ -28,6 +28,8 @@ CAUTION = 16.0
 """Nodes of a depth that have to say whether scores there are too high."""
 FORGET = 0.01
 """Of a cell, with each new node in it."""
+UNTRIED = 0.1
+"""Of a level that was not asked for, each time that all above it are kept: one that was once found bad is tried again."""
 FADING, FADES = 0.94, 32
 """What is left of all cells after so many rounds in which the drafter was asked."""
 KEPT = 0.9
@@ -88,6 +90,14 @@ class Frequencies:
         left, before = 1 - FORGET * high, cells[at + 3]
         cells[at + 1] = cells[at + 1] * left + came * high
         cells[at + 3] = before * left + high
+        self.high += cells[at + 3] - before
+
+    def forget(self, cell: int, weights: Pair) -> None:
+        """It was not tried where it might have been."""
+        cells, at = self._cells, 4 * cell
+        before = cells[at + 3]
+        for i in range(at, at + 4):
+            cells[i] *= 1 - UNTRIED * weights[i % 2]
         self.high += cells[at + 3] - before
 
     def fade(self) -> None:
@@ -241,6 +251,9 @@ class Acceptance:
             elif kept == verified:  # not verified, but the drafter's guess is known; or there was none
                 self._depths.kept.add(at, chances[k - 1] if k <= drafted else 0.0, mood.belief)
             self._drafted.add(at, k <= drafted, before)
+        if kept == allowed < DEPTHS:  # a level more might have been kept too
+            self._depths.kept.forget(allowed + 1, before)
+            self._drafted.forget(allowed + 1, before)
 
     def fade(self) -> None:
         """A round in which the drafter was asked is over."""
