@@ -51,7 +51,7 @@ def main() -> None:
         at += kept + 1
     edges = [next(i for i, start in enumerate(starts) if start >= length) for length in (len(prose), len(prose) + len(passage))]
     copying = found[edges[0] : edges[1]]
-    kept = sorted(k for _, _, k in copying)
+    kept = sorted(k for _, _, k in copying if k)
     typical = kept[len(kept) // 2]
     first = next(i for i, (_, drafted, _) in enumerate(copying) if drafted >= typical)
     after = found[edges[1] : edges[1] + 30]

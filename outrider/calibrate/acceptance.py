@@ -25,7 +25,7 @@ DEPTHS = 24
 STRENGTH = 4.0
 """Nodes that a prior counts for."""
 CAUTION = 16.0
-"""Nodes of a depth that have to say whether scores there are too high."""
+"""Nodes of a depth that it takes to correct the scores there by half of what they are off."""
 FORGET = 0.01
 """Of a cell, with each new node in it."""
 UNTRIED = 0.1
@@ -68,9 +68,8 @@ class Frequencies:
     """
 
     def __init__(self, cells: int):
-        self._cells = array(
-            "d", bytes(32 * cells)
-        )  # for each cell: what came true in the low and the high mood, and of how much
+        self._cells = array("d", bytes(32 * cells))
+        """For each cell: what came true in the low and in the high mood, and of how much."""
         self.high = 0.0
         """How much was seen of the high mood."""
 

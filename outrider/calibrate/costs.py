@@ -107,9 +107,8 @@ class Curve:
         elif number is None or len(number.first) < FIRST:
             number = self._numbers.setdefault(n, Number())
             number.first.append(seconds / self.drift)
-            number.seconds = (
-                min(number.first) if len(number.first) < FIRST else median(number.first)
-            )  # a first pass is slow as a rule
+            is_new = len(number.first) < FIRST  # and a first pass is slow as a rule
+            number.seconds = min(number.first) if is_new else median(number.first)
             number.count += 1
             self._line = []
         else:
