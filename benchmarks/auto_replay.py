@@ -1,10 +1,10 @@
 """The calibrator against fixed settings without a clock: real texts, real guesses, measured costs.
 
-    python benchmarks/auto_replay.py TEXTS.json --rows 1:13.7,2:13.0,4:13.5,6:13.4,8:14.3,16:18.8 [--step 4.5] --name NAME
+    python benchmarks/auto_replay.py TEXTS.json --rows 1:13.7,2:13.0,4:13.5,6:13.4,8:14.3,16:18.8 [--step 4.5] [--feed 0.3] --name NAME
 
 TEXTS.json is what `auto_texts.py` writes: prompts with the text that the target says, and for each of its tokens whether a draft model
 would have said it too and how sure it was. `--rows`: milliseconds of a round by rows of the target's pass; `--step`: of a step of the draft
-model. Every setting decodes the same texts; a round takes what its rows and drafts cost (for `auto` with noise, as it would measure it,
+model; `--feed`: of each token that it reads when it is first asked. Every setting decodes the same texts; a round takes what its rows and drafts cost (for `auto` with noise, as it would measure it,
 but the noise does not count), and for `auto` the time to decide, as `auto.py` measures it.
 """
 
@@ -36,6 +36,8 @@ from outrider.tree import DraftTree
 FREE = {"suffix": 0.1, "lookup": 0.07}
 """Milliseconds of a draft that is looked up."""
 NOISE = 0.04
+READ = 16
+"""So many tokens are read in the first step of a draft."""
 
 
 @dataclass(eq=False)
@@ -49,9 +51,11 @@ class Text:
     scores: list[float]
     drafter: Drafter | None = None
     tokens: list[int] = field(default_factory=list)
+    seen: int = 0
+    """Tokens that the draft model has read."""
 
     def start(self, drafter: Drafter, vocabulary: int) -> Text:
-        self.drafter, self.tokens, self.rounds = drafter, list(self.prompt), 0
+        self.drafter, self.tokens, self.rounds, self.seen = drafter, list(self.prompt), 0, 0
         self.sampler = Sampler(SamplingParams(max_tokens=len(self.answer)), self.prompt, vocabulary)
         self.state = drafter.open(self.sampler)
         return self
@@ -84,6 +88,8 @@ class Known(Drafter):
         super().__init__()
         self.least = least
         self.texts = texts
+        self.steps = self.missed = 0
+        """Of the last draft: steps that it took, and tokens that had to be read first."""
 
     def open(self, sampler: Sampler) -> State:
         return State(sampler)
@@ -93,6 +99,8 @@ class Known(Drafter):
 
     def _draft(self, text: Text, ask: Ask) -> DraftTree:
         at, budget = text.place, ask.budget
+        self.missed = max(len(ask.tokens) - text.seen - READ, 0)
+        text.seen = len(ask.tokens)
         drafts: list[int] = []
         scores: list[float] = []
         likely = 1.0
@@ -112,8 +120,8 @@ class Known(Drafter):
 class Replay:
     """Decodes texts under a pace, with a clock of its own."""
 
-    def __init__(self, texts: list[Text], rows: dict[int, float], step: float, vocabulary: int, seed: int = 0):
-        self.texts, self.step, self.vocabulary = texts, step, vocabulary
+    def __init__(self, texts: list[Text], rows: dict[int, float], step: float, feed: float, vocabulary: int, seed: int = 0):
+        self.texts, self.step, self.feed, self.vocabulary = texts, step, feed, vocabulary
         self.rows = rows
         self.random = random.Random(seed)
         self.now = 0.0
@@ -140,7 +148,7 @@ class Replay:
 
         def propose(work: Any) -> list[DraftTree]:
             trees = original(work)
-            self.now += FREE[name] if name in FREE else self.step * max(made.steps, 1)
+            self.now += FREE[name] if name in FREE else self.step * max(made.steps, 1) + self.feed * made.missed
             return trees
 
         made.propose = propose
@@ -198,6 +206,7 @@ def main() -> None:
     parser.add_argument("texts")
     parser.add_argument("--rows", required=True, help="milliseconds of a round by rows: 1:13.7,2:13.0,...")
     parser.add_argument("--step", type=float, default=0.0, help="milliseconds of a step of the draft model; 0: there is none")
+    parser.add_argument("--feed", type=float, default=0.0, help="milliseconds of a token that the draft model reads first")
     parser.add_argument("--fixed", default="suffix:2,suffix:4,suffix:8,suffix:16,lookup:4,lookup:8")
     parser.add_argument("--parts", default="suffix")
     parser.add_argument("--deciding", type=float, default=0.12, help="milliseconds that a round of auto takes to decide")
@@ -220,11 +229,11 @@ def decoded(arguments: argparse.Namespace, texts: list[Text], rows: dict[int, fl
     """Every setting with its results."""
     for setting in ["none:0", *arguments.fixed.split(",")]:
         name, _, length = setting.partition(":")
-        replay = Replay(texts, rows, arguments.step, vocabulary)
+        replay = Replay(texts, rows, arguments.step, arguments.feed, vocabulary)
         drafter = replay.drafter("suffix" if name == "none" else name)
         yield setting, [(text, replay.decode(text, drafter, Fixed(int(length)))) for text in texts]
     for seed in range(arguments.seeds):
-        replay = Replay(texts, rows, arguments.step, vocabulary, seed)
+        replay = Replay(texts, rows, arguments.step, arguments.feed, vocabulary, seed)
         drafter, pace = replay.calibrator(arguments.parts.split(","))
         order = random.Random(seed).sample(texts, len(texts))
         yield "auto", [(text, replay.decode(text, drafter, pace)) for text in order]
@@ -247,6 +256,7 @@ def report(arguments: argparse.Namespace, totals: Any, rows: dict[int, float]) -
         {
             "rows_ms": rows,
             "step_ms": arguments.step,
+            "feed_ms": arguments.feed,
             "deciding_ms": arguments.deciding,
             "parts": arguments.parts,
             "categories": found,

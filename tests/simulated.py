@@ -197,6 +197,35 @@ class Simulated(Drafter):
         return DraftTree.chain(0, [1] * n, score=score)
 
 
+class Careful(Simulated):
+    """Stops as draft models do: before a step that is not worth its price, and after one that gave nothing likely enough. Reads the tokens
+    of a sequence when it is first asked, at `feed` seconds each.
+    """
+
+    feed = 0.0
+
+    def _draft(self, tokens: Sequence[int], budget: Budget) -> DraftTree:
+        sim, likely, scores = self.simulation, 1.0, []
+        self.asked += 1
+        self.steps, sim.share = 0, self.share
+        while len(scores) < min(budget.depth, budget.nodes) and likely >= (budget.step if scores else 0.0):
+            self.steps += 1
+            score = sim.text.chances[sim.state_at(len(tokens) + len(scores))](len(scores) + 1)
+            likely *= score
+            if likely < budget.price:
+                break
+            scores.append(score)
+        sim.spend(sim.step * self.steps)
+        return DraftTree.chain(0, [1] * len(scores), score=scores)
+
+    def propose(self, work: Any) -> list[DraftTree]:
+        for ask in work:
+            unread = len(ask.tokens) - getattr(ask.state, "read", 0) - 16
+            self.simulation.spend(self.feed * max(unread, 0))
+            ask.state.read = len(ask.tokens)
+        return super().propose(work)
+
+
 def round_of(s: Any, tree: DraftTree, budget: Budget, kept: int, times: Times) -> Round:
     n = len(tree)
     return Round(

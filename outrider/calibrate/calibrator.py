@@ -24,13 +24,15 @@ from ..trace import Round
 from ..tree import Budget, DraftTree
 from .acceptance import HIGH, Pair
 from .costs import Curve
-from .offers import Offer, better, by_level, cut_to, to_learn, worth_of
+from .offers import Ahead, Offer, better, by_level, cut_to, to_learn, worth_of
 from .parts import PROBES, Part, Plan, Stance, Track
 
 MOST = 64
 """Nodes that a drafter is ever asked for, where nobody says."""
 LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
+FIRST, FOR_KEPT = 3, 4
+"""As long as it is not known how it does on a text: levels of a first draft, and how many more there may be for each level that was kept."""
 AHEAD = 128
 """Tokens that a drafter which has missed some of a text is expected to be of use for, where it is of use."""
 PAUSE = 8
@@ -159,23 +161,23 @@ class Calibrator(Pace):
                 if track.rounds >= stance.resume:
                     plan.free.append(i)
                 continue
-            if track.rounds < stance.look:
-                continue
-            limit = min(limit, LEVELS, 2 * part.deepest)
-            worth, depth, step = self._ahead(part, stance.depths.belief, limit, plain, rate)
             feeding = part.feeding * max(len(s.tokens) - stance.seen - LEVELS, 0)
-            worth -= rate * feeding / max(min(s.room, AHEAD) / 4, 1)  # it is to be of use for a while
+            if track.rounds < max(stance.look, feeding / plain):  # what kind of text it is shows while that time passes
+                continue
+            limit = min(limit, LEVELS, FIRST + FOR_KEPT * stance.kept)
+            ahead = self._ahead(part, stance.depths.belief, limit, plain, rate)
+            worth = ahead.worth - rate * feeding / ahead.rounds(min(s.room, AHEAD))  # it is to be of use for a while
             is_probe = False
             if worth > 0:
                 stance.pause = 0
             elif track.rounds >= stance.resume and not plan.is_probe:
-                rows = max(self._pass(len(self._active) + round(depth * part.rows)) - plain, 0.0)  # on a noisy machine
-                cost = part.seconds(depth, plain) + rows + feeding
-                good, deep, _ = self._ahead(part, HIGH, limit, plain, rate)
-                good -= plan.worth  # of another that is asked otherwise
-                hope = stance.depths.high * good * min(s.room, AHEAD) / rate
+                rows = max(self._pass(len(self._active) + round(ahead.depth * part.rows)) - plain, 0.0)  # on a noisy machine
+                cost = part.seconds(ahead.depth, plain) + rows + feeding
+                high = self._ahead(part, HIGH, limit, plain, rate)
+                good = high.worth - plan.worth  # of another that is asked otherwise
+                hope = stance.depths.high * good * high.rounds(min(s.room, AHEAD)) / rate
                 if stance.seen or part.may_be_tried(cost / plain, hope / plain, self._rounds):
-                    good *= part.acceptance.changes / sum(part.acceptance.ahead(deep, HIGH)[0])
+                    good *= part.acceptance.changes / high.emitted
                     self._wait(stance, track.rounds, cost, good, plain)
                     worth, is_probe = 1e9, True
                 else:
@@ -184,33 +186,37 @@ class Calibrator(Pace):
                 stance.look = track.rounds + GLANCES
             if worth > plan.worth:
                 plan.is_probe = is_probe
-                plan.paid, plan.worth, plan.depth, plan.step = i, worth, depth, step
+                plan.paid, plan.worth, plan.depth, plan.step = i, worth, ahead.depth, ahead.step
         return plan
 
-    def _ahead(self, part: Part, belief: Pair, limit: int, plain: float, rate: float) -> tuple[float, int, float]:
-        """The most that a draft can be expected to be worth, over all depths, and the depth; and how likely a draft must be for a
-        further step: as likely as makes the best number of further steps worth their cost.
+    def _ahead(self, part: Part, belief: Pair, limit: int, plain: float, rate: float) -> Ahead:
+        """The most that a draft can be expected to be worth, over all depths. A step is worth its price in drafts as likely as make the best
+        number of further steps worth their cost.
         """
         kept, drafted = part.acceptance.ahead(limit, belief)
         limit, base = len(kept) - 1, len(self._active)
         line, drift = self._pass.line(base + round(limit * part.rows)), self._pass.drift
-        steps = part.levels(limit, plain)
+        steps = part.steps(limit, plain)
         spent = [step + drift * line[base + round(k * part.rows)] for k, step in enumerate(steps)]
-        best, depth = -1e9, 1
+        best, depth, emitted = -1e9, 1, 1.0
         tokens, seconds = 0.0, steps[0]
-        gained = [0.0]
+        gained, path = (
+            [0.0],
+            1.0,
+        )  # in drafts that go on: how often they do follows from the price of a step, so it must not decide it
         for k in range(1, limit + 1):
             tokens += kept[k]
             seconds += drafted[k] * (spent[k] - spent[k - 1])
-            gained.append(tokens)
+            path *= min(kept[k] / kept[k - 1] * drafted[k - 1] / max(drafted[k], 1e-9), 1.0)
+            gained.append(gained[-1] + path)
             if tokens - rate * seconds > best:
-                best, depth = tokens - rate * seconds, k
+                best, depth, emitted = tokens - rate * seconds, k, 1 + tokens
         further = [
             rate * (spent[k] - spent[1]) * gained[1] / (gained[k] - gained[1])
             for k in range(2, depth + 1)
             if gained[k] > gained[1]
         ]
-        return best, depth, min(max(min(further, default=0.0), 0.0), 1.0)
+        return Ahead(best, depth, min(max(min(further, default=0.0), 0.0), 1.0), emitted)
 
     def _wait(self, stance: Stance, now: int, cost: float, good: float, plain: float) -> None:
         """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost of all sequences' probes a `PROBES` part of
@@ -272,8 +278,6 @@ class Calibrator(Pace):
             plan, most = tracks[n].plan, work[n].budget
             depth = min(plan.depth, most.depth) if is_paid else most.depth
             nodes = depth * part.nodes if is_paid else max(int(2 * part.wanted), ENOUGH)
-            if is_paid:
-                part.deepest = max(part.deepest, depth)
             asking.append(tracks[n])
             asks.append(work[n])
             budgets.append(Budget(min(nodes, most.nodes), depth, self._price, plan.step if is_paid else 0.0))
@@ -281,13 +285,13 @@ class Calibrator(Pace):
         trees = ask_part(drafter, i, asks, budgets)
         spent = (self._clock() - began) / len(asked) / 1e9
         self.deciding_ns -= time.perf_counter_ns() - real
-        levels = max([tree.depth for tree in trees])
-        self._learn_draft(part, asking, i, asks, levels, spent)
+        steps = parts_of(drafter)[i].steps or max([tree.depth for tree in trees])
+        self._learn_draft(part, asking, i, asks, steps, spent)
         if is_paid:
-            self._expect(0.0, part.seconds(levels, self._plain) * len(asked))
+            self._expect(0.0, part.seconds(steps, self._plain) * len(asked))
         return [self._offer(track, i, tree, rate) for track, tree in zip(asking, trees)]
 
-    def _learn_draft(self, part: Part, tracks: Many[Track], i: int, asks: Many[Ask], levels: int, spent: float) -> None:
+    def _learn_draft(self, part: Part, tracks: Many[Track], i: int, asks: Many[Ask], steps: int, spent: float) -> None:
         """What a draft took; of tokens that had to be caught up with, what each took besides."""
         missed = 0
         for track, ask in zip(tracks, asks):
@@ -295,11 +299,11 @@ class Calibrator(Pace):
             missed += max(len(ask.tokens) - stance.seen - LEVELS, 0)
             stance.seen = len(ask.tokens)
         part.asked += 1
-        if missed:
-            more = max(spent - part.seconds(levels, self._plain), 0.0) * len(asks) / missed
+        if missed > LEVELS * len(asks):  # what a few tokens take is lost in the noise of the draft
+            more = max(spent - part.seconds(steps, self._plain), 0.0) * len(asks) / missed
             part.feeding += FED * (more - part.feeding)  # the first time is slow as a rule
-        elif not part.is_free or part.asked < SETTLED or part.asked % SELDOM == 0:
-            part.learn(levels, spent, self._plain)
+        elif not missed and (not part.is_free or part.asked < SETTLED or part.asked % SELDOM == 0):
+            part.learn(steps, spent, self._plain)
 
     def _offer(self, track: Track, i: int, tree: DraftTree, rate: float) -> Offer:
         """A draft with what is worth verifying of it: of all sizes the one whose tokens exceed its rows' cost the most."""
@@ -430,6 +434,7 @@ class Calibrator(Pace):
         part.acceptance.learn_nodes(nodes, stance.nodes)
         if i == plan.paid:
             verified = max(depths)
+            stance.kept = max(stance.kept, len(path) - 1)
             part.acceptance.learn_depths(len(path) - 1, verified, plan.chances, plan.allowed, stance.depths)
             if verified:
                 part.rows += 0.1 * ((size - 1) / verified - part.rows)

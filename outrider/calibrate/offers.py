@@ -1,4 +1,4 @@
-"""What a drafter offers for a round, and what of it is worth verifying."""
+"""What a drafter promises and offers for a round, and what of it is worth verifying."""
 
 from __future__ import annotations
 
@@ -20,6 +20,21 @@ class Offer(NamedTuple):
     order: list[int]
     taken: int
     least: int = 0
+
+
+class Ahead(NamedTuple):
+    """What a drafter that pays for each level promises: the worth of its best depth, in tokens; how likely a draft must be for a further
+    step; and how many tokens such a round emits.
+    """
+
+    worth: float
+    depth: int
+    step: float
+    emitted: float
+
+    def rounds(self, tokens: int) -> float:
+        """That it takes for so many tokens."""
+        return max(tokens / self.emitted, 1.0)
 
 
 def to_learn(offer: Offer, least: int, worth: float) -> Offer:

@@ -30,15 +30,13 @@ class Part:
         self.most_depth = drafter.most_depth
         self.acceptance = Acceptance()
         self.cost = Curve()
-        """Seconds of a draft by its levels."""
+        """Seconds of a draft by the steps that it took."""
         self.feeding = 0.0
         """Seconds for a token that it has missed."""
         self.rows = 2.0 if drafter.drafts_trees else 1.0
         """Rows for each level of its drafts."""
         self.nodes = 4 if drafter.drafts_trees else 1
         """Nodes that it is asked for, for each level."""
-        self.deepest = 4
-        """Most levels that it was asked for."""
         self.asked = 0
         """How often it was asked."""
         self.wanted = 8.0
@@ -55,19 +53,19 @@ class Part:
             most = min(most, self.context_length - length)
         return most if self.most_depth is None else min(most, self.most_depth)
 
-    def seconds(self, levels: int, plain: float) -> float:
-        """What a draft of so many levels costs. plain: a plain round; before it is measured, a share of that is guessed for each level."""
-        return self.cost(levels) if self.cost.is_measured else self._guess * levels * plain
+    def seconds(self, steps: int, plain: float) -> float:
+        """What a draft of so many steps costs. plain: a plain round; before it is measured, a share of that is guessed for each step."""
+        return self.cost(steps) if self.cost.is_measured else self._guess * steps * plain
 
-    def levels(self, most: int, plain: float) -> list[float]:
-        """The same for 0, 1, ... `most` levels."""
+    def steps(self, most: int, plain: float) -> list[float]:
+        """The same for 0, 1, ... `most` steps."""
         if not self.cost.is_measured:
-            return [self._guess * levels * plain for levels in range(most + 1)]
+            return [self._guess * steps * plain for steps in range(most + 1)]
         return [seconds * self.cost.drift for seconds in self.cost.line(most)[: most + 1]]
 
-    def learn(self, levels: int, seconds: float, plain: float) -> None:
-        """What a draft of so many levels took."""
-        self.cost.add(levels, seconds)
+    def learn(self, steps: int, seconds: float, plain: float) -> None:
+        """What a draft of so many steps took."""
+        self.cost.add(steps, seconds)
         self.is_free = self.cost(TYPICAL) < FREE * plain
 
     def may_be_tried(self, cost: float, hope: float, now: int) -> bool:
@@ -86,7 +84,7 @@ class Part:
 class Stance:
     """How one sequence stands to one part."""
 
-    __slots__ = ("depths", "idle", "look", "nodes", "pause", "resume", "seen", "worth")
+    __slots__ = ("depths", "idle", "kept", "look", "nodes", "pause", "resume", "seen", "worth")
 
     def __init__(self, part: Part) -> None:
         self.nodes, self.depths = part.acceptance.moods()
@@ -94,6 +92,8 @@ class Stance:
         """Tokens that asking it was worth, lately."""
         self.idle = 0
         """Rounds in which nothing that it offered was verified."""
+        self.kept = 0
+        """Most levels of a paid draft that were kept."""
         self.pause = 0
         self.resume = 0
         """Not asked before this round of the sequence."""

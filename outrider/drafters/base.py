@@ -69,6 +69,9 @@ class Drafter(ABC):
     """Most tokens of a sequence it can draft for; the loop draws no draft beyond it."""
     most_depth: int | None = None
     """Most tokens that it can draft on a path, where that is limited."""
+    steps: int = 0
+    """Passes that its last drafts took, catching up apart; 0 where they cost as much as their levels say. One that was stopped may have run
+    a pass of which nothing was worth keeping."""
     takes_model: ClassVar[bool] = False
     """Whether it has weights of its own: a folder or hub id that `load` gets as `source`."""
     takes_prediction: ClassVar[bool] = False

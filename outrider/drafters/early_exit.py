@@ -148,7 +148,7 @@ class EarlyExitDrafter(Drafter):
             else:
                 drafts.append((Draft(growth, ask.slot, [], []), ask.slot.length))
         try:
-            grow(self.part, [draft for draft, _ in drafts])
+            self.steps = grow(self.part, [draft for draft, _ in drafts])
         finally:
             for draft, length in drafts:
                 self.part.target.truncate(draft.slot, length)

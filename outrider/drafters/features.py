@@ -203,10 +203,12 @@ class FeatureDrafter(Drafter):
     def propose(self, work: Work) -> list[DraftTree]:
         drafts = [_Draft(ask, Growth(ask.state.sampler, ask.tokens[-1], ask.budget, self.options, self.least)) for ask in work]
         catch_up(self.head, [draft for draft in drafts if draft.growth.frontier])
+        self.steps = 0
         while active := [draft for draft in drafts if draft.growth.frontier]:
             logits = self.head.logits(torch.cat([draft.states[-len(draft.growth.frontier) :] for draft in active]))
             for draft, rows in zip(active, logits.split([len(draft.growth.frontier) for draft in active])):
                 draft.growth.extend(rows, self.head.draft_ids)
+            self.steps += 1
             if growing := [draft for draft in active if draft.growth.frontier]:
                 parts = [(draft.state, *draft.next_level(self.head)) for draft in growing]
                 for draft, states in zip(growing, run_pairs(self.head, parts)):

@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, work: Work) -> list[DraftTree]:
         drafts = [self._draft(ask) for ask in work]
-        grow(self.model, drafts)
+        self.steps = grow(self.model, drafts)
         return [draft.growth.tree() for draft in drafts]
 
     def _draft(self, ask: Ask) -> Draft:
@@ -135,13 +135,16 @@ class Runner(Protocol):
     def commit(self, slot: Slot, path: Sequence[int]) -> None: ...
 
 
-def grow(model: Runner, drafts: Sequence[Draft]) -> None:
-    """Let the drafts grow, a level with each pass, until they are complete."""
+def grow(model: Runner, drafts: Sequence[Draft]) -> int:
+    """Let the drafts grow, a level with each pass, until they are complete; the number of passes."""
+    passes = 0
     while active := [draft for draft in drafts if draft.growth.frontier]:
         outputs = model.forward([(draft.slot, draft.rows()) for draft in active])
         for draft, output in zip(active, outputs):
             assert output.logits is not None
             draft.advance(model, output.logits)
+        passes += 1
+    return passes
 
 
 class Draft:

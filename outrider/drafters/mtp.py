@@ -97,6 +97,7 @@ class ChainedDrafter(MtpDrafter):
     def propose(self, work: Work) -> list[DraftTree]:
         drafts = [_Chained(ask, self) for ask in work]
         self._catch_up([draft for draft in drafts if draft.growth.frontier])
+        self.steps = 0
         for level, module in enumerate(self.modules):
             active = [draft for draft in drafts if draft.growth.frontier]
             if not active:
@@ -107,6 +108,7 @@ class ChainedDrafter(MtpDrafter):
             rows = module.logits(torch.cat([draft.states[draft.last_rows()] for draft in active]))
             for draft, logits in zip(active, rows.split([len(draft.growth.frontier) for draft in active])):
                 draft.growth.extend(logits)
+            self.steps = level + 1
         return [draft.growth.tree() for draft in drafts]
 
     def _catch_up(self, behind: Sequence[_Chained]) -> None:

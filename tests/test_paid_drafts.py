@@ -1,0 +1,65 @@
+"""The calibrator with drafters that pay for each step and for what they have not read: draft models, heads."""
+
+from __future__ import annotations
+
+from statistics import fmean, median
+
+import pytest
+from simulated import Careful, Simulation, Stub, bursty, calibrator, constant, curve
+
+from outrider.decode import Fixed
+
+COST = curve("Qwen 1.5B, six rows at a time")
+STEP = 0.35
+
+
+def careful(high: float, low: float, stay: float, seed: int = 1) -> Simulation:
+    """A text whose every other stretch is harder to guess, and a model that knows where."""
+    simulation = Simulation(bursty(high, low, stay, scored=True), COST, STEP * COST(1), seed, 0.03)
+    simulation.drafter = Careful(simulation)
+    return simulation
+
+
+def test_a_pass_that_gave_nothing_is_paid_for_too() -> None:
+    """A model that stopped after a step without a guess took one more than its draft has levels."""
+    simulation = careful(0.97, 0.01, 0.9)
+    made = calibrator(simulation)
+    _, rounds = simulation.run(made, 600)
+    assert sum(0 < r.proposed < r.budget.depth for r in rounds) > 20
+    (part,) = made._parts.values()
+    assert [part.cost(n) for n in range(1, 6)] == pytest.approx([n * simulation.step for n in range(1, 6)], rel=0.15)
+
+
+@pytest.mark.parametrize("chances", [(0.98, 0.6, 0.97), (0.95, 0.7, 0.9), (0.9, 0.9, 1.0)])
+def test_stopping_early_is_no_reason_to_stop_earlier(chances: tuple[float, float, float]) -> None:
+    """How often drafts go on follows from the price that they were given for a step. It drafts as fast as the best fixed length does."""
+    speeds = []
+    for seed in range(4):
+        seconds = {}
+        for length in (1, 2, 3, 4, 6):
+            simulation = careful(*chances, seed)
+            seconds[length], _ = simulation.run(Fixed(length), 1500)
+        simulation = careful(*chances, seed)
+        spent, _ = simulation.run(calibrator(simulation), 1500)
+        speeds.append(min(seconds.values()) / spent)
+    print([round(speed, 3) for speed in speeds])
+    assert fmean(speeds) > 0.97
+
+
+def test_it_waits_as_long_as_reading_takes() -> None:
+    """Whether a drafter that has a prompt to read will pay shows in that time; and a text that ends before it has paid is not worth it."""
+    simulation = Simulation(constant(0.97), COST, STEP * COST(1), 3, 0.03)
+    simulation.drafter = drafter = Careful(simulation)
+    drafter.feed = COST(1) / 40
+    made = calibrator(simulation)
+    for _ in range(3):
+        simulation.run(made, 60, Stub(drafter, 216))
+    for length, least in ((216, 3), (416, 8), (616, 13)):
+        _, rounds = simulation.run(made, 120, Stub(drafter, length))
+        first = next(i for i, r in enumerate(rounds) if r.budget.depth)
+        assert least <= first < 2.5 * least + 2, length
+        assert rounds[first].budget.depth <= 3 and median(r.budget.depth for r in rounds[first:]) > 3
+    asked, short = drafter.asked, Stub(drafter, 416)
+    short.room = 14
+    simulation.run(made, 13, short)
+    assert drafter.asked == asked
