@@ -4,8 +4,9 @@
 
 TEXTS.json is what `auto_texts.py` writes: prompts with the text that the target says, and for each of its tokens whether a draft model
 would have said it too and how sure it was. `--rows`: milliseconds of a round by rows of the target's pass; `--step`: of a step of the draft
-model; `--feed`: of each token that it reads when it is first asked. Every setting decodes the same texts; a round takes what its rows and drafts cost (for `auto` with noise, as it would measure it,
-but the noise does not count), and for `auto` the time to decide, as `auto.py` measures it.
+model; `--feed`: of each token that it reads when it is first asked. Every setting decodes the same texts; a round takes what its rows and
+drafts cost (for `auto` with noise, as it would measure it, but the noise does not count), and for `auto` the time to decide, as `auto.py`
+measures it.
 """
 
 from __future__ import annotations
