@@ -200,10 +200,8 @@ class Calibrator(Pace):
         spent = [step + drift * line[base + round(k * part.rows)] for k, step in enumerate(steps)]
         best, depth, emitted = -1e9, 1, 1.0
         tokens, seconds = 0.0, steps[0]
-        gained, path = (
-            [0.0],
-            1.0,
-        )  # in drafts that go on: how often they do follows from the price of a step, so it must not decide it
+        # Gained in drafts that go on: how often they do follows from the price of a step, so it must not decide it.
+        gained, path = [0.0], 1.0
         for k in range(1, limit + 1):
             tokens += kept[k]
             seconds += drafted[k] * (spent[k] - spent[k - 1])
