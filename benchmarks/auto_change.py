@@ -42,7 +42,7 @@ def main() -> None:
     prose, passage, more = (tokenizer.encode(text, add_special_tokens=False) for text in (PROSE[0], PASSAGE, PROSE[1]))
     answer = [*prose, *passage, *more]
     text = Text("change", passage, answer, [False] * len(answer), [0.0] * len(answer))
-    replay = Replay([text], rows, 0.0, len(tokenizer))
+    replay = Replay([text], rows, 0.0, 0.0, len(tokenizer))
     drafter, pace = replay.calibrator(["suffix"])
     found = replay.decode(text, drafter, pace)["rounds"]
     starts, at = [], 0

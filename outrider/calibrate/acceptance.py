@@ -7,7 +7,8 @@ too hard to be tried again, is judged anew.
 
 Text that copies and text that does not come in stretches. So every cell has two frequencies, one for each of two moods, and a sequence is
 believed to be in one or the other by what was kept and what was not: a hidden Markov model with two states, its chances learned online by
-expectation maximisation. Where there are no stretches both moods come out alike, and the belief does not matter.
+expectation maximisation. Where there are no stretches both moods come out alike, and the belief does not matter. What is left of the
+difference between texts is a factor on the chance of a miss, for each sequence, shrunk towards 1.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ CHANGES = 0.02
 """How often the mood changes, by node and by round."""
 SLOWLY, RARE = 0.01, 0.1
 """How fast it is learned how common the high mood is, and how rare either may be."""
+
+ITS, ITS_FADES = 16.0, 0.02
+"""Misses that it takes to believe half of it where a sequence looks easier or harder than others, and how fast that is forgotten, by node."""
+FIRM = 50.0
+"""Nodes in a cell after which what a sequence differs from it counts half."""
 
 Pair = tuple[float, float]
 """Of the low and of the high mood."""
@@ -80,6 +86,11 @@ class Frequencies:
             (cells[at + 1] + STRENGTH * prior[1]) / (cells[at + 3] + STRENGTH),
         )
 
+    def weight(self, cell: int) -> float:
+        """How far a sequence that differs from it may be told from a frequency that is not yet known, from 0 to 1."""
+        seen = self._cells[4 * cell + 2] + self._cells[4 * cell + 3]
+        return seen / (seen + FIRM)
+
     def add(self, cell: int, came: float, weights: Pair) -> None:
         """It came true or not, or was as likely as `came`; weights: how far each mood is held to have been the one."""
         cells, at, (low, high) = self._cells, 4 * cell, weights
@@ -107,10 +118,23 @@ class Frequencies:
 class Mood:
     """Of one sequence and drafter: how far it is believed to be in the high mood."""
 
-    __slots__ = ("high",)
+    __slots__ = ("_feared", "_missed", "high")
 
     def __init__(self, high: float = 0.5):
         self.high = high
+        self._feared = self._missed = ITS
+
+    @property
+    def harder(self) -> float:
+        """How many times as often as expected the drafter misses here."""
+        return self._missed / self._feared
+
+    def compare(self, chances: Pair, kept: bool, weight: float) -> None:
+        """A node that was to be kept with these chances was kept or not. weight: how well these are known."""
+        low, high = self.belief
+        feared = low * (1 - chances[0]) + high * (1 - chances[1])
+        self._feared += weight * feared + ITS_FADES * (ITS - self._feared)
+        self._missed += weight * (not kept) + ITS_FADES * (ITS - self._missed)
 
     @property
     def belief(self) -> Pair:
@@ -179,9 +203,9 @@ class Acceptance:
         """How often a high mood begins, by round; 0 as long as none is known."""
         return CHANGES * self._depths.common if self._depths.high_is_known else 0.0
 
-    def ahead(self, depth: int, belief: Pair) -> tuple[list[float], list[float]]:
+    def ahead(self, depth: int, belief: Pair, harder: float = 1.0) -> tuple[list[float], list[float]]:
         """For each depth from 0 to `depth`, of a draft that may go so deep: the chance that a node is drafted there and kept with all
-        above it; and that one is drafted. Depths that are next to never reached are left out.
+        above it; and that one is drafted. Depths that are next to never reached are left out. harder: see `Mood`.
         """
         low, high = low_goes, high_goes = belief
         kept, drafted = [1.0], [1.0]
@@ -190,7 +214,8 @@ class Acceptance:
             at = min(k, DEPTHS)
             prior = self._depths.kept.rates(at, prior)
             goes = self._drafted.rates(at, goes)
-            low, high = low * prior[0], high * prior[1]
+            low *= max(1 - harder * (1 - prior[0]), 0.0)
+            high *= max(1 - harder * (1 - prior[1]), 0.0)
             low_goes, high_goes = low_goes * goes[0], high_goes * goes[1]
             kept.append(low + high)
             drafted.append(low_goes + high_goes)
@@ -246,6 +271,7 @@ class Acceptance:
             prior = self._depths.kept.rates(at, prior)
             if k <= verified:
                 if k <= kept + 1:
+                    mood.compare(prior, k <= kept, self._depths.kept.weight(at))
                     self._depths.learn(at, prior, k <= kept, mood)
             elif kept == verified:  # not verified, but the drafter's guess is known; or there was none
                 self._depths.kept.add(at, chances[k - 1] if k <= drafted else 0.0, mood.belief)

@@ -33,6 +33,8 @@ LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
 FIRST, FOR_KEPT = 3, 4
 """As long as it is not known how it does on a text: levels of a first draft, and how many more there may be for each level that was kept."""
+GLIMPSE = 6
+"""Rounds in which a text shows what kind it is, before a drafter has to read it; at most twice what reading takes, at least that."""
 AHEAD = 128
 """Tokens that a drafter which has missed some of a text is expected to be of use for, where it is of use."""
 PAUSE = 8
@@ -162,20 +164,22 @@ class Calibrator(Pace):
                     plan.free.append(i)
                 continue
             feeding = part.feeding * max(len(s.tokens) - stance.seen - LEVELS, 0)
-            if track.rounds < max(stance.look, feeding / plain):  # what kind of text it is shows while that time passes
+            reading = feeding / plain
+            if track.rounds < max(stance.look, reading, min(2 * reading, GLIMPSE)):
                 continue
             limit = min(limit, LEVELS, FIRST + FOR_KEPT * stance.kept)
-            ahead = self._ahead(part, stance.depths.belief, limit, plain, rate)
-            worth = ahead.worth - rate * feeding / ahead.rounds(min(s.room, AHEAD))  # it is to be of use for a while
+            ahead = self._ahead(part, stance.depths.belief, stance.depths.harder, limit, plain, rate)
+            left = min(s.room, AHEAD) * track.share  # it is to be of use for a while
+            worth = ahead.worth - rate * feeding / ahead.rounds(left)
             is_probe = False
             if worth > 0:
                 stance.pause = 0
             elif track.rounds >= stance.resume and not plan.is_probe:
                 rows = max(self._pass(len(self._active) + round(ahead.depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 cost = part.seconds(ahead.depth, plain) + rows + feeding
-                high = self._ahead(part, HIGH, limit, plain, rate)
+                high = self._ahead(part, HIGH, stance.depths.harder, limit, plain, rate)
                 good = high.worth - plan.worth  # of another that is asked otherwise
-                hope = stance.depths.high * good * high.rounds(min(s.room, AHEAD)) / rate
+                hope = stance.depths.high * good * high.rounds(left) / rate
                 if stance.seen or part.may_be_tried(cost / plain, hope / plain, self._rounds):
                     good *= part.acceptance.changes / high.emitted
                     self._wait(stance, track.rounds, cost, good, plain)
@@ -189,11 +193,11 @@ class Calibrator(Pace):
                 plan.paid, plan.worth, plan.depth, plan.step = i, worth, ahead.depth, ahead.step
         return plan
 
-    def _ahead(self, part: Part, belief: Pair, limit: int, plain: float, rate: float) -> Ahead:
+    def _ahead(self, part: Part, belief: Pair, harder: float, limit: int, plain: float, rate: float) -> Ahead:
         """The most that a draft can be expected to be worth, over all depths. A step is worth its price in drafts as likely as make the best
         number of further steps worth their cost.
         """
-        kept, drafted = part.acceptance.ahead(limit, belief)
+        kept, drafted = part.acceptance.ahead(limit, belief, harder)
         limit, base = len(kept) - 1, len(self._active)
         line, drift = self._pass.line(base + round(limit * part.rows)), self._pass.drift
         steps = part.steps(limit, plain)
@@ -412,6 +416,7 @@ class Calibrator(Pace):
             if rounds[0].rows == len(rounds):
                 self._pass.since_plain = 0
         for track, r in zip(self._active, rounds):
+            track.note(len(r.emitted))
             if track.plan.chosen is not None and r.error is None:
                 self._learn_verdicts(track, track.plan.chosen, r)
 

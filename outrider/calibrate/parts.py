@@ -137,3 +137,14 @@ class Track:
         self.stances = [Stance(part) for part in parts]
         self.rounds = 0
         self.plan = Plan()
+        self._tokens = self._left = 1
+
+    @property
+    def share(self) -> float:
+        """Of its tokens, those that did not come of a free draft: so many are left to the drafters that cost."""
+        return self._left / self._tokens
+
+    def note(self, tokens: int) -> None:
+        """The planned round emitted so many."""
+        self._tokens += tokens
+        self._left += tokens if self.plan.chosen in (None, self.plan.paid) else 0
