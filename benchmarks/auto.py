@@ -27,9 +27,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, Iterator
 
-from common import RESULTS, save
-
 import torch
+from common import RESULTS, save
 from torch import Tensor
 
 import outrider

@@ -11,16 +11,24 @@ from typing import Any
 
 import torch
 
+from outrider import kernels
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The processor, its cores, and the threads in use."""
+    """The processor, its cores, the threads in use, and which of the kernels fit it."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         name = next((line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line), name)
-    return {"cpu": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels.VARIANT,
+        "torch": torch.__version__,
+    }
 
 
 def prompts(path: str | None, categories: tuple[str, ...], number: int) -> list[str]:

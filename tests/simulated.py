@@ -56,8 +56,8 @@ class Text:
     scored: bool = False
 
 
-def constant(p: float) -> Text:
-    return Text((lambda k: p,))
+def constant(p: float, scored: bool = False) -> Text:
+    return Text((lambda k: p,), scored=scored)
 
 
 def decaying(p: float, ratio: float) -> Text:

@@ -52,6 +52,27 @@ def test_a_new_sequence_is_believed_to_be_like_the_others() -> None:
     assert depths.high == pytest.approx(made._depths.common) and depths.high < 0.2
 
 
+def test_a_text_that_is_easier_or_harder_than_others_is_seen_to_be() -> None:
+    """A new one is taken for one of them; and the first text of all is no easier or harder than itself."""
+    draws = random.Random(2)
+    made = Acceptance()
+
+    def text(chance: float, rounds: int = 40) -> Mood:
+        _, mood = made.moods()
+        for _ in range(rounds):
+            kept = int(draws.random() < chance)
+            made.learn_depths(kept + int(kept and draws.random() < chance), 2, [0.7, 0.7], 2, mood)
+        return mood
+
+    assert 0.9 < text(0.2, 10).harder < 1.2
+    for _ in range(20):
+        text(0.7)
+    easy, hard, new = text(0.98), text(0.4), made.moods()[1]
+    assert easy.harder < 0.85 and hard.harder > 1.1 and new.harder == 1
+    own, others = made.ahead(2, easy.belief, easy.harder)[0], made.ahead(2, easy.belief)[0]
+    assert own[1] > others[1] and own[2] / own[1] > others[2] / others[1]
+
+
 def test_scores_that_are_too_high_in_deep_nodes_are_seen_through() -> None:
     """The deeper, the less a score is worth: what a node can be expected to be kept with all above it is what it is kept."""
     draws = random.Random(3)

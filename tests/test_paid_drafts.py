@@ -7,6 +7,7 @@ from statistics import fmean, median
 import pytest
 from simulated import Careful, Simulation, Stub, bursty, calibrator, constant, curve
 
+from outrider.calibrate.parts import Plan, Track
 from outrider.decode import Fixed
 
 COST = curve("Qwen 1.5B, six rows at a time")
@@ -54,7 +55,7 @@ def test_it_waits_as_long_as_reading_takes() -> None:
     made = calibrator(simulation)
     for _ in range(3):
         simulation.run(made, 60, Stub(drafter, 216))
-    for length, least in ((216, 3), (416, 8), (616, 13)):
+    for length, least in ((66, 1), (116, 4), (216, 5), (416, 8), (616, 13)):
         _, rounds = simulation.run(made, 120, Stub(drafter, length))
         first = next(i for i, r in enumerate(rounds) if r.budget.depth)
         assert least <= first < 2.5 * least + 2, length
@@ -63,3 +64,31 @@ def test_it_waits_as_long_as_reading_takes() -> None:
     short.room = 14
     simulation.run(made, 13, short)
     assert drafter.asked == asked
+
+
+@pytest.mark.parametrize(("usual", "easy"), [(0.6, 0.97), (0.75, 0.9)])
+def test_a_text_easier_than_others_is_drafted_for_further(usual: float, easy: float) -> None:
+    """That no more than one or two guesses were worth it in all texts before it does not hold it back for long."""
+    speeds = []
+    for seed in range(6):
+        simulation = Simulation(constant(usual, scored=True), COST, STEP * COST(1), seed, 0.03)
+        simulation.drafter = Careful(simulation)
+        made = calibrator(simulation)
+        for _ in range(12):
+            simulation.run(made, 100, Stub(simulation.drafter))
+        simulation.text = constant(easy, scored=True)
+        spent, _ = simulation.run(made, 120, Stub(simulation.drafter))
+        seconds = [simulation.run(Fixed(length), 240)[0] / 2 for length in (1, 2, 3, 4, 6)]
+        speeds.append(min(seconds) / spent)
+    print([round(speed, 3) for speed in speeds])
+    assert fmean(speeds) > 0.85
+
+
+def test_what_free_drafts_give_is_not_hoped_for() -> None:
+    """A drafter that has a prompt to read is of use only where those that cost nothing have no guess."""
+    track = Track([])
+    assert track.share == 1
+    for chosen, tokens in ((None, 1), (0, 9), (0, 7), (1, 2)):
+        track.plan = Plan(paid=1, chosen=chosen)
+        track.note(tokens)
+    assert track.share == (1 + 1 + 2) / (1 + 19)

@@ -44,7 +44,7 @@ SLOWLY, RARE = 0.01, 0.1
 
 ITS, ITS_FADES = 16.0, 0.02
 """Misses that it takes to believe half of it where a sequence looks easier or harder than others, and how fast that is forgotten, by node."""
-FIRM = 50.0
+FIRM = 100.0
 """Nodes in a cell after which what a sequence differs from it counts half."""
 
 Pair = tuple[float, float]
@@ -214,8 +214,9 @@ class Acceptance:
             at = min(k, DEPTHS)
             prior = self._depths.kept.rates(at, prior)
             goes = self._drafted.rates(at, goes)
-            low *= max(1 - harder * (1 - prior[0]), 0.0)
-            high *= max(1 - harder * (1 - prior[1]), 0.0)
+            more = 1 + (harder - 1) * self._depths.kept.weight(at)
+            low *= max(1 - more * (1 - prior[0]), 0.0)
+            high *= max(1 - more * (1 - prior[1]), 0.0)
             low_goes, high_goes = low_goes * goes[0], high_goes * goes[1]
             kept.append(low + high)
             drafted.append(low_goes + high_goes)

@@ -33,7 +33,9 @@ LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
 FIRST, FOR_KEPT = 3, 4
 """As long as it is not known how it does on a text: levels of a first draft, and how many more there may be for each level that was kept."""
-GLIMPSE = 6
+SHARED = 1000
+"""Tokens that lately is long."""
+GLIMPSE = 8
 """Rounds in which a text shows what kind it is, before a drafter has to read it; at most twice what reading takes, at least that."""
 AHEAD = 128
 """Tokens that a drafter which has missed some of a text is expected to be of use for, where it is of use."""
@@ -90,6 +92,8 @@ class Calibrator(Pace):
         """How likely a node must be to be asked for: what a row costs on average, in tokens of plain decoding. Not of the throughput: in a good
         stretch a drafter's own scores are too low."""
         self._rounds = 0
+        self._share = 1.0
+        """Of all tokens lately, those that did not come of a free draft."""
         self._active: list[Track] = []
         self._learned: list[Round] = []
 
@@ -126,7 +130,8 @@ class Calibrator(Pace):
             for drafter in drafters:
                 if drafter not in self._parts:
                     self._parts[drafter] = Part(drafter, self._rounds)
-            track = self._tracks[s] = Track([self._parts[d] for d in drafters if not isinstance(d, NoDrafter)])
+            parts = [self._parts[d] for d in drafters if not isinstance(d, NoDrafter)]
+            track = self._tracks[s] = Track(parts, self._share)
         return track
 
     def _band(self, length: int, sequences: int = 1) -> Curve:
@@ -416,7 +421,8 @@ class Calibrator(Pace):
             if rounds[0].rows == len(rounds):
                 self._pass.since_plain = 0
         for track, r in zip(self._active, rounds):
-            track.note(len(r.emitted))
+            left = track.note(len(r.emitted))
+            self._share += (left - len(r.emitted) * self._share) / SHARED
             if track.plan.chosen is not None and r.error is None:
                 self._learn_verdicts(track, track.plan.chosen, r)
 

@@ -32,7 +32,7 @@ class Ahead(NamedTuple):
     step: float
     emitted: float
 
-    def rounds(self, tokens: int) -> float:
+    def rounds(self, tokens: float) -> float:
         """That it takes for so many tokens."""
         return max(tokens / self.emitted, 1.0)
 

@@ -132,19 +132,23 @@ class Plan:
 class Track:
     """One sequence: how it stands to each part, and its plan for this round."""
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[Part], usual: float = 1.0):
+        """usual: share of other sequences."""
         self.parts = parts
         self.stances = [Stance(part) for part in parts]
         self.rounds = 0
         self.plan = Plan()
+        self._usual = usual
         self._tokens = self._left = 1
 
     @property
     def share(self) -> float:
-        """Of its tokens, those that did not come of a free draft: so many are left to the drafters that cost."""
-        return self._left / self._tokens
+        """Of its tokens, those that are expected not to come of a free draft: so many are left to the drafters that cost."""
+        return min(self._left / self._tokens, self._usual)
 
-    def note(self, tokens: int) -> None:
-        """The planned round emitted so many."""
+    def note(self, tokens: int) -> float:
+        """The planned round emitted so many. Returns how many of them are no free draft's."""
+        left = tokens if self.plan.chosen in (None, self.plan.paid) else 0
         self._tokens += tokens
-        self._left += tokens if self.plan.chosen in (None, self.plan.paid) else 0
+        self._left += left
+        return left
