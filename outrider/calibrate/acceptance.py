@@ -45,7 +45,7 @@ SLOWLY, RARE = 0.01, 0.1
 ITS, ITS_FADES = 16.0, 0.02
 """Misses that it takes to believe half of it where a sequence looks easier or harder than others, and how fast that is forgotten, by node."""
 FIRM = 100.0
-"""Nodes in a cell after which what a sequence differs from it counts half."""
+"""Nodes in a cell after which a sequence that differs from it counts for half of that."""
 
 Pair = tuple[float, float]
 """Of the low and of the high mood."""
@@ -87,7 +87,7 @@ class Frequencies:
         )
 
     def weight(self, cell: int) -> float:
-        """How far a sequence that differs from it may be told from a frequency that is not yet known, from 0 to 1."""
+        """How well its frequency is known, from 0 to 1: so far a sequence may be held against it."""
         seen = self._cells[4 * cell + 2] + self._cells[4 * cell + 3]
         return seen / (seen + FIRM)
 

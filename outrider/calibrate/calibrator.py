@@ -33,8 +33,8 @@ LEVELS = 16
 """Levels that a drafter is asked for which pays for each."""
 FIRST, FOR_KEPT = 3, 4
 """As long as it is not known how it does on a text: levels of a first draft, and how many more there may be for each level that was kept."""
-SHARED = 1000
-"""Tokens that lately is long."""
+USUALLY = 1000
+"""Tokens of which it is known how many came of free drafts, about."""
 GLIMPSE = 8
 """Rounds in which a text shows what kind it is, before a drafter has to read it; at most twice what reading takes, at least that."""
 AHEAD = 128
@@ -422,7 +422,7 @@ class Calibrator(Pace):
                 self._pass.since_plain = 0
         for track, r in zip(self._active, rounds):
             left = track.note(len(r.emitted))
-            self._share += (left - len(r.emitted) * self._share) / SHARED
+            self._share += (left - len(r.emitted) * self._share) / USUALLY
             if track.plan.chosen is not None and r.error is None:
                 self._learn_verdicts(track, track.plan.chosen, r)
 
