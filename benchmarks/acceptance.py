@@ -100,7 +100,8 @@ def drafts(laws: Laws, shape: tuple[int, ...]) -> Iterator[tuple[float, DraftTre
 
 def accepted(rule: accept.Rule, tree: DraftTree, p: torch.Tensor) -> float:
     """Expected number of accepted tokens of one draft."""
-    total, scripts = 0.0, [()]
+    total = 0.0
+    scripts: list[tuple[bool, ...]] = [()]
     while scripts:
         branch = Branch(scripts.pop())
         decision = rule(tree, p, branch)
@@ -109,7 +110,7 @@ def accepted(rule: accept.Rule, tree: DraftTree, p: torch.Tensor) -> float:
     return total
 
 
-def compare(shape: tuple[int, ...], laws: int, vocab: int) -> dict[str, float]:
+def compare(shape: tuple[int, ...], laws: int, vocab: int) -> dict[str, Any]:
     """`rejection` against the joint rule on this shape."""
     other = accept.block if set(shape) == {1} else accept.traversal
     base, gains = [], []

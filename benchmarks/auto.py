@@ -164,12 +164,12 @@ class Told(Sampler):
         self.text = text
 
     def probabilities(self, logits: Tensor, tree: DraftTree) -> Tensor:
-        node: int | None = 0
+        node = 0
         with torch.inference_mode():
             for token in self.text[self.emitted :]:
                 logits[node, token] = SURE
-                node = next((child for child in tree.children[node] if tree.tokens[child] == token), None)
-                if node is None:
+                node = next((child for child in tree.children[node] if tree.tokens[child] == token), 0)
+                if not node:  # the text goes another way than the draft
                     break
         return super().probabilities(logits, tree)
 

@@ -23,6 +23,7 @@ import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Sequence
 
 import torch
@@ -244,9 +245,9 @@ def pair(options: argparse.Namespace) -> None:
     if options.auto:
         engines["outrider draft auto"] = outrider.Engine(target, AutoDrafter([drafter]), accept="block")
         engines["outrider draft auto"].warm_up()
-    configurations: Configurations = {name: lambda engine=engine: ours(engine, options) for name, engine in engines.items()}
+    configurations: Configurations = {name: partial(ours, engine, options) for name, engine in engines.items()}
     for mode in options.modes:
-        configurations[f"llama.cpp {mode}"] = lambda mode=mode: server(options, mode)
+        configurations[f"llama.cpp {mode}"] = partial(server, options, mode)
     known = measure(configurations, questions(target.tokenizer, options), options)
     finish(
         known,
@@ -265,7 +266,7 @@ def copy(options: argparse.Namespace) -> None:
         **{f"outrider suffix {n}": outrider.load(target, "suffix", draft=n, accept="block") for n in options.drafts},
     }
     configurations: Configurations = {
-        name: lambda engine=engine: ours(engine, options, ignore_eos=False) for name, engine in engines.items()
+        name: partial(ours, engine, options, ignore_eos=False) for name, engine in engines.items()
     }
     assert target.tokenizer is not None
     asked = [target.tokenizer.chat([{"role": "user", "content": p.text}]) for p in PROMPTS if p.category in COPIES]
@@ -282,7 +283,7 @@ def mixed(options: argparse.Namespace) -> None:
         engines |= {
             f"outrider {kind} draft {n}": outrider.Engine(target, drafter, draft=n, accept="block") for n in options.drafts
         }
-    configurations: Configurations = {name: lambda engine=engine: ours(engine, options) for name, engine in engines.items()}
+    configurations: Configurations = {name: partial(ours, engine, options) for name, engine in engines.items()}
     if options.modes:
         configurations["transformers plain"] = lambda: transformers_plain(options.target, options)
     known = measure(configurations, questions(target.tokenizer, options), options)
@@ -305,7 +306,7 @@ def acceptance(options: argparse.Namespace) -> None:
         sampled, greedy = (model_drafter(model, target, options, greedy=greedy) for greedy in (False, True))
         engines[f"sampled block {n}"] = outrider.Engine(target, sampled, draft=n, accept="block")
         engines[f"greedy matching {n}"] = outrider.Engine(target, greedy, draft=n, accept="coupled")
-    configurations: Configurations = {name: lambda engine=engine: ours(engine, options) for name, engine in engines.items()}
+    configurations: Configurations = {name: partial(ours, engine, options) for name, engine in engines.items()}
     known = measure(configurations, questions(target.tokenizer, options), options)
     figures = summary(known)
 

@@ -64,7 +64,8 @@ def weights(*shape: int) -> Tensor:
 
 
 def medusa(config: Any, vocab: int) -> tuple[dict[str, Any], Tensors]:
-    width, tensors = config.hidden_size, {}
+    width = config.hidden_size
+    tensors: Tensors = {}
     for i in range(HEADS):
         tensors |= {f"{i}.0.linear.weight": weights(width, width), f"{i}.0.linear.bias": weights(width)}
         tensors[f"{i}.1.weight"] = weights(vocab, width)
@@ -72,7 +73,8 @@ def medusa(config: Any, vocab: int) -> tuple[dict[str, Any], Tensors]:
 
 
 def hydra(config: Any, vocab: int, prefix: bool = False) -> tuple[dict[str, Any], Tensors]:
-    width, tensors = config.hidden_size, {}
+    width = config.hidden_size
+    tensors: Tensors = {}
     block, last = ("1", ".1") if prefix else ("0", "")
     for i in range(HEADS):
         for name in ("linear", "res_connection"):

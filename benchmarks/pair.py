@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 import torch
 import transformers
@@ -60,11 +61,11 @@ def main() -> None:
             )
         return out[0, len(ids) :].tolist()
 
-    runs = {"outrider plain": lambda ids: ours(plain, ids), "transformers plain": lambda ids: other(ids, None)}
+    runs = {"outrider plain": partial(ours, plain), "transformers plain": partial(other, length=None)}
     for length in mine:
-        runs[f"outrider draft {length}"] = lambda ids, engine=engines[length]: ours(engine, ids)
+        runs[f"outrider draft {length}"] = partial(ours, engines[length])
     for length in other_lengths:
-        runs[f"transformers draft {length}"] = lambda ids, length=length: other(ids, length)
+        runs[f"transformers draft {length}"] = partial(other, length=length)
     seconds = dict.fromkeys(runs, 0.0)
     tokens = dict.fromkeys(runs, 0)
     differing = dict.fromkeys(runs, 0)

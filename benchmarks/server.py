@@ -89,7 +89,9 @@ class Running:
     async def ask(self, **body: Any) -> dict[str, Any]:
         """One streamed chat completion: seconds, seconds to the first token, text, usage, what was drafted."""
         body = {"model": NAME, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}, **body}
-        began, first, text, usage, report = time.perf_counter(), None, "", {}, {}
+        began, first, text = time.perf_counter(), None, ""
+        usage: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         async with self.client.stream("POST", "/v1/chat/completions", json=body) as got:
             assert got.status_code == 200, await got.aread()
             async for line in got.aiter_lines():
