@@ -2,12 +2,13 @@
 
     python benchmarks/auto.py TARGET [--drafters NAME=SOURCE,...] [--prompts SPEC_BENCH.jsonl] [--settings ...] [--seconds 270] --name NAME
 
-Greedy. A unit is one prompt decoded once with several settings, one after the other, the order rotated from unit to unit; a prompt's
-prefill is computed once and forked (anew for a drafter that reads the target's states), outside what is timed. The first `--choosing`
-repetitions decode with every setting; then each category's fastest fixed setting is chosen, and further repetitions time it, plain decoding
-and `auto`. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped (after --seconds, or interrupted), with a
-calibrator that knows nothing yet. All runs of a prompt are held to the text of its first one: where two tokens are as good as equally likely,
-a pass of other rows may round to the other. `--report` computes what there is:
+Greedy. A unit is one prompt decoded once with several settings, in turns of `STRETCH` tokens, so that a machine that slows down slows all of
+them down at the same place of the text; a prompt's prefill is computed once and forked (anew for a drafter that reads the target's states),
+outside what is timed. The first `--choosing` repetitions decode with every setting; then each category's fastest fixed setting is chosen, and
+further repetitions time it, plain decoding and `auto`. Runs are kept in `results/NAME.runs.jsonl`; calling it again goes on where it stopped
+(after --seconds, or interrupted), with a calibrator that knows nothing yet. All runs of a prompt are held to one text, which the run that is
+the first to get somewhere says: where two tokens are as good as equally likely, a pass of other rows may round to the other. `--report`
+computes what there is:
 
 - for each category `auto` against the chosen setting and against plain decoding, over the repetitions after the choice: the mean of the units'
   log ratios with its paired one-sided 95 % bound;
@@ -37,6 +38,7 @@ from outrider.drafters import NoDrafter, load_drafter
 from outrider.drafters.auto import AutoDrafter
 from outrider.engine import Engine
 from outrider.sampling import Sampler, SamplingParams
+from outrider.trace import Round
 from outrider.tree import DraftTree
 
 KINDS = {
@@ -56,6 +58,8 @@ REWRITE = (
     "for the spring\n- write to the members about the meeting\n- return the ladder to the neighbours\n",
     "Write this sentence three times: The keeper of the lighthouse wrote down the time, the wind and the height of the waves.",
 )
+STRETCH = 16
+"""Tokens of a run before the next run's turn."""
 CAUGHT_UP = 4
 """A draft that took so many times the median of its kind was not noise."""
 SURE = 1e9
@@ -112,15 +116,15 @@ def measure(arguments: argparse.Namespace, path: Path) -> None:
                 if time.monotonic() - began > arguments.seconds:
                     print("time is up; call again to go on", flush=True)
                     return
-                turn = (repetition + number) % len(names)
                 first = Sequence(target, ids, params, "traversal")
                 open_sequence(target, NoDrafter(), first)
-                text = next((r["text"] for r in made if r["prompt"] == number), None)
-                for name in names[turn:] + names[:turn]:
-                    one = run(engines[name], name, first, params, arguments.skip, text)
-                    text = one["text"]
-                    made.append({"prompt": number, "category": category, "repetition": repetition, **one})
+                text = next((list(r["text"]) for r in made if r["prompt"] == number), [])
+                turn = (repetition + number) % len(names)
+                runs = [Run(name, engines[name], first, params, text) for name in names[turn:] + names[:turn]]
+                decode_in_turns(runs)
                 close_sequence(target, first)
+                unit = {"prompt": number, "category": category, "repetition": repetition}
+                made += [{**unit, **run.result(arguments.skip)} for run in runs]
                 out.writelines(json.dumps(one) + "\n" for one in made[-len(names) :])
                 out.flush()
 
@@ -157,7 +161,7 @@ def chosen(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str,
 
 
 class Told(Sampler):
-    """Of a sequence whose text is given: each pass is run, and what it says next is what the text says."""
+    """Of a sequence whose text is given, as far as it is: each pass is run, and what it says next is what the text says."""
 
     def __init__(self, prompt: list[int], text: list[int], params: SamplingParams, vocab_size: int):
         super().__init__(params, prompt, vocab_size)
@@ -174,39 +178,68 @@ class Told(Sampler):
         return super().probabilities(logits, tree)
 
 
-def run(
-    engine: Engine, name: str, first: Sequence, params: SamplingParams, skip: int, text: list[int] | None
-) -> dict[str, Any]:
-    """One decoding from a fork of `first`; its speed, and what each round cost. text: what it is held to."""
-    sequence = Sequence(engine.target, first.tokens, params, engine.rule_for(params))
-    if text is not None:
-        sequence.sampler = Told(first.tokens, text, params, engine.target.vocab_size)
-    if not engine.drafter.layers:
-        sequence.attach(engine.target.open(first.slot, first.slot.length), engine.drafter.open(sequence.sampler))
-    rounds, tokens = [], 0
-    deciding = getattr(engine.pace, "deciding_ns", 0)
-    for r in engine.decode([sequence]):
-        tokens += len(r.emitted)
-        if tokens - len(r.emitted) >= skip:
-            rounds.append(r)
-    return {
-        "setting": name,
-        "tokens": sum(len(r.emitted) for r in rounds),
-        "seconds": sum(r.times.total for r in rounds) / 1e9,
-        "deciding": (getattr(engine.pace, "deciding_ns", 0) - deciding) / 1e9,
-        "text": sequence.output,
-        "rounds": [
-            [
-                r.rows,
-                r.drafter,
-                max_depth(r.parents),
-                r.times.propose // 1000,
-                (r.times.total - r.times.propose) // 1000,
-                len(r.emitted),
-            ]
-            for r in rounds
-        ],
-    }
+class Run:
+    """One decoding from a fork of `first`. text: what all runs of the prompt are held to; what it is the first to say is added."""
+
+    def __init__(self, name: str, engine: Engine, first: Sequence, params: SamplingParams, text: list[int]):
+        self.name = name
+        self.pace = engine.pace
+        self.text = text
+        self.sequence = Sequence(engine.target, first.tokens, params, engine.rule_for(params))
+        self.sequence.sampler = Told(first.tokens, text, params, engine.target.vocab_size)
+        if not engine.drafter.layers:
+            slot = engine.target.open(first.slot, first.slot.length)
+            self.sequence.attach(slot, engine.drafter.open(self.sequence.sampler))
+        self.decoding = engine.decode([self.sequence])
+        self.rounds: list[tuple[Round, int]] = []
+        """With the nanoseconds that each took, what was learned from it included."""
+        self.deciding = -self.deciding_ns
+
+    @property
+    def deciding_ns(self) -> int:
+        return getattr(self.pace, "deciding_ns", 0)
+
+    def advance(self, tokens: int) -> None:
+        """Decode until there are so many tokens, or the text ends."""
+        while len(self.sequence.output) < tokens and not self.sequence.finish:
+            began = time.perf_counter_ns()
+            round = next(self.decoding)
+            took = time.perf_counter_ns() - began
+            self.rounds.append((round, took - round.times.prefill))
+            self.text += self.sequence.output[len(self.text) :]
+
+    def result(self, skip: int) -> dict[str, Any]:
+        """Its speed after `skip` tokens, and what each round cost."""
+        before = self.sequence.prompt_length + skip
+        counted = [(r, took) for r, took in self.rounds if r.context >= before]
+        return {
+            "setting": self.name,
+            "tokens": sum(len(r.emitted) for r, _ in counted),
+            "seconds": sum(took for _, took in counted) / 1e9,
+            "deciding": (self.deciding + self.deciding_ns) / 1e9,
+            "text": self.sequence.output,
+            "rounds": [
+                [
+                    r.rows,
+                    r.drafter,
+                    max_depth(r.parents),
+                    r.times.propose // 1000,
+                    (took - r.times.propose) // 1000,
+                    len(r.emitted),
+                ]
+                for r, took in counted
+            ],
+        }
+
+
+def decode_in_turns(runs: list[Run]) -> None:
+    """A stretch of each, then the next stretch of each, another one first."""
+    end = 0
+    while not all(run.sequence.finish for run in runs):
+        end += STRETCH
+        for run in runs:
+            run.advance(end)
+        runs.append(runs.pop(0))
 
 
 def max_depth(parents: tuple[int, ...]) -> int:
