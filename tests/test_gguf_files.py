@@ -301,9 +301,10 @@ def test_what_ik_gets_wrong_is_refused() -> None:
     if "ik" not in LIBRARIES:
         pytest.skip("ik-llama-cpp-python is not installed")
     with pytest.raises(ParameterError, match="take --gguf-library"):
-        load("ik", flash_attention="no")
-    with pytest.raises(ParameterError, match="cache_type_v"):
-        load("ik", cache_type_v="f32")
+        load("ik", flash_attention="yes")
+    for name, kind in (("cache_type_k", "q8_0"), ("cache_type_v", "f32"), ("cache_type_v", "q4_0")):
+        with pytest.raises(ParameterError, match=name):
+            load("ik", **{name: kind})
 
 
 def call(*arguments: Any) -> str:

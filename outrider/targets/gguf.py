@@ -208,8 +208,6 @@ class GgufTarget(Target):
         self._lay(work)
         try:
             logits, states = self._pass(work, names, wants)
-            if isinstance(logits, int) and logits == NO_ROOM and self._context.defragment():
-                logits, states = self._pass(work, names, wants)
             if isinstance(logits, int):
                 raise self._failed(logits, sum(len(tree) for _, tree in work))
         except BaseException:

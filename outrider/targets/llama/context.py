@@ -93,9 +93,6 @@ class Context:
     def seq_cp(self, source: int, destination: int, begin: int, end: int) -> None:
         self.library.seq_cp(self.pointer, source, destination, begin, end)
 
-    def defragment(self) -> bool:
-        return self.library.defragment(self.pointer)
-
     def _on_tensor(self, tensor: int, ask: bool, _: Any) -> bool:
         """Called for every tensor of the graph: first whether it is wanted, then, if so, when it is computed."""
         found = self.watch.get(self.library.ggml_get_name(tensor))

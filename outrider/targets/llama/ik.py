@@ -7,6 +7,7 @@ from ctypes import c_bool, c_char_p, c_int, c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
 from ...errors import ParameterError
+from .interrupts import deferred
 from .library import Library
 from .placement import Placement
 
@@ -15,9 +16,28 @@ WRONG_TYPES, WRONG_UNLESS, RIGHT_ROWS = (3, 7), 128, 31
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps")
 UNUSED = 1 << 1  # of the attributes of a token
-DEFRAGMENT_FROM = 0.1
-FLASH_TYPES = ("f16", "q8_0", "q4_0", "q4_1", "iq4_nl")
-"""Cache types that its flash attention takes on a CPU; with any other it ends the process."""
+FAILED = -1  # a status that is not of the library
+CACHE_TYPES = {"cache_type_k": ("f32", "f16", "bf16"), "cache_type_v": ("f16", "bf16")}
+"""What is right without flash attention: quantised keys come out wrong where holes are closed, and other values are refused."""
+
+
+class CacheView(ctypes.Structure):
+    """`llama_kv_cache_view`: how the cells of a cache are used."""
+
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in ("n_cells", "n_seq_max", "token_count", "used_cells", "max_contiguous", "max_contiguous_idx")
+        ),
+        ("cells", c_void_p),
+        ("cells_sequences", c_void_p),
+    ]
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a free cell lies below a used one."""
+        free = self.n_cells - self.used_cells
+        return free > 0 and (self.max_contiguous, self.max_contiguous_idx) != (free, self.used_cells)
 
 
 class IkLibrary(Library):
@@ -44,17 +64,23 @@ class IkLibrary(Library):
         self._weight = self.bind("llama_get_model_tensor", c_void_p, (c_void_p, c_char_p))
         self._rows = self.bind("ggml_nrows", c_int64, (c_void_p,))
         self._update = self.bind("llama_kv_cache_update", c_int32, (c_void_p,))
+        self._view = self.bind("llama_kv_cache_view_init", CacheView, (c_void_p, c_int32))
+        self._look = self.bind("llama_kv_cache_view_update", None, (c_void_p, ctypes.POINTER(CacheView)))
+        self._forget = self.bind("llama_kv_cache_view_free", None, (ctypes.POINTER(CacheView),))
 
     def check(self, placement: Placement) -> None:
         super().check(placement)
-        if placement.flash_attention is False:
+        if placement.flash_attention:
             raise ParameterError(
-                f"flash_attention: without it {self.title} {self.version} gets attention wrong where a refused branch left a hole in the "
-                "cache; leave it on, or take --gguf-library llama.cpp"
+                f"flash_attention: that of {self.title} {self.version} leaves out cells which a row should see where sequences or branches "
+                "share the cache; leave it off, or take --gguf-library llama.cpp"
             )
-        for name in ("cache_type_k", "cache_type_v"):
-            if not self.has_gpu and (kind := getattr(placement, name)) not in FLASH_TYPES:
-                raise ParameterError(f"{name}: {self.title} on a CPU has no {kind}; it has {', '.join(FLASH_TYPES)}")
+        for name, right in CACHE_TYPES.items():
+            if (kind := getattr(placement, name)) not in right:
+                raise ParameterError(
+                    f"{name}: {self.title} {self.version} gets {kind} wrong where sequences or branches share the cache; it has "
+                    f"{', '.join(right)}; or take --gguf-library llama.cpp"
+                )
 
     def place_model(self, params: Any, placement: Placement) -> None:
         params.use_mmap = placement.mmap
@@ -62,8 +88,8 @@ class IkLibrary(Library):
         params.repack_tensors = placement.repack
 
     def place_context(self, params: Any, placement: Placement) -> None:
-        params.flash_attn = True
-        params.defrag_thold = DEFRAGMENT_FROM  # its cells must be free side by side, and trees leave holes
+        params.flash_attn = False
+        params.defrag_thold = -1.0  # `decode` sees to it
 
     def most_rows(self, model: int) -> int | None:
         names = ["output.weight", "token_embd.weight"]
@@ -85,6 +111,21 @@ class IkLibrary(Library):
     def is_unused(self, vocabulary: int, model: int, token: int) -> bool:
         return bool(self._attributes(model, token) & UNUSED)
 
-    def defragment(self, context: int) -> bool:
-        self._defragment(context)
-        return self._update(context) == 0
+    def decode(self, context: int, batch: Any) -> int:
+        """As in any library, but the cache's holes are closed first: what lies behind one may not be seen (version 0.1.5), and the
+        cells of a pass must be free side by side.
+        """
+        with deferred():
+            while (before := self._cells(context)).has_holes:
+                self._defragment(context)  # closes some
+                if self._update(context) or bytes(self._cells(context)) == bytes(before):
+                    return FAILED
+        return super().decode(context, batch)
+
+    def _cells(self, context: int) -> CacheView:
+        """How the cells are used now, without what each of them holds."""
+        view = self._view(context, 1)
+        self._look(context, view)
+        self._forget(view)
+        view.cells = view.cells_sequences = None
+        return view

@@ -148,10 +148,6 @@ class Library(ABC):
         """Most rows of one computation that come out right for this model, where there is such a limit."""
         return None
 
-    def defragment(self, context: int) -> bool:
-        """Move the used cells together; False where the library needs no such thing."""
-        return False
-
     # ---- what is the same ---------------------------------------------------------------------------------------
 
     def check(self, placement: Placement) -> None:
