@@ -92,3 +92,19 @@ def test_what_free_drafts_give_is_not_hoped_for() -> None:
         track.plan = Plan(paid=1, chosen=chosen)
         track.note(tokens)
     assert track.share == (1 + 1 + 2) / (1 + 19)
+
+
+def test_what_gave_nothing_is_tried_at_most_once_in_a_text() -> None:
+    """A new text does not begin with short pauses where no other has found anything; where one does, it is tried again."""
+    simulation = Simulation(constant(0.01), COST, 0.7 * COST(1), 3, 0.03)
+    made = calibrator(simulation)
+    tries = []
+    for _ in range(10):
+        _, rounds = simulation.run(made, 80, Stub(simulation.drafter, 20))
+        tries.append(sum(r.budget.depth > 0 for r in rounds))
+    assert max(tries[3:]) <= 1 < max(tries)
+    simulation.text = constant(0.97)
+    _, rounds = simulation.run(made, 3000)
+    assert sum(r.budget.depth > 0 for r in rounds[-100:]) > 50
+    (part,) = made._parts.values()
+    assert part.fruitless < 3

@@ -61,6 +61,8 @@ SETTLED, SELDOM = 24, 8
 """After so many drafts of a part that cost next to nothing, of so many one is timed."""
 SOON, OFTEN = 8, 4
 """After `SOON` rounds, as long as costs of that size, of about so many sequences, were measured less often than that."""
+ENOUGH_PROBES = 3
+"""After so many of a part in which nothing was found, by any sequence, a new sequence does not begin with short pauses either."""
 LEAST = 1e-9
 """Worth of what is verified to learn from it."""
 BAND = 1024
@@ -178,7 +180,7 @@ class Calibrator(Pace):
             worth = ahead.worth - rate * feeding / ahead.rounds(left)
             is_probe = False
             if worth > 0:
-                stance.pause = 0
+                stance.pause = part.fruitless = 0
             elif track.rounds >= stance.resume and not plan.is_probe:
                 rows = max(self._pass(len(self._active) + round(ahead.depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 cost = part.seconds(ahead.depth, plain) + rows + feeding
@@ -187,7 +189,8 @@ class Calibrator(Pace):
                 hope = stance.depths.high * good * high.rounds(left) / rate
                 if stance.seen or part.may_be_tried(cost / plain, hope / plain, self._rounds):
                     good *= part.acceptance.changes / high.emitted
-                    self._wait(stance, track.rounds, cost, good, plain)
+                    self._wait(stance, track.rounds, cost, good, plain, 1.0 if part.fruitless >= ENOUGH_PROBES else 0.25)
+                    part.fruitless += 1
                     worth, is_probe = 1e9, True
                 else:
                     stance.resume = track.rounds + PAUSE
@@ -225,15 +228,16 @@ class Calibrator(Pace):
         ]
         return Ahead(best, depth, min(max(min(further, default=0.0), 0.0), 1.0), emitted)
 
-    def _wait(self, stance: Stance, now: int, cost: float, good: float, plain: float) -> None:
+    def _wait(self, stance: Stance, now: int, cost: float, good: float, plain: float, first: float = 0.25) -> None:
         """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost of all sequences' probes a `PROBES` part of
         the time. Where good moods are known to come, not longer than loses the least by looking and by missing them together.
 
-        cost: of a probe, in seconds. good: what a token in a good mood is worth, times how often one begins.
+        cost: of a probe, in seconds. good: what a token in a good mood is worth, times how often one begins. first: a sequence's first
+        pause, as a share of that longest one.
         """
         missed = cost / plain * len(self._active)  # tokens that all sequences have not emitted in that time
         dear = missed / PROBES
-        stance.pause = int(min(max(2 * stance.pause, dear / 4, 1), max(PAUSE, dear)))
+        stance.pause = int(min(max(2 * stance.pause, first * dear, 1), max(PAUSE, dear)))
         if good > 0:
             stance.pause = min(stance.pause, max(int((2 * missed / good) ** 0.5), 1))
         stance.resume = now + stance.pause

@@ -39,6 +39,8 @@ class Part:
         """Nodes that it is asked for, for each level."""
         self.asked = 0
         """How often it was asked."""
+        self.fruitless = 0
+        """Probes since it was last worth its cost to a sequence."""
         self.wanted = 8.0
         """Nodes that were worth verifying, lately."""
         self._saving = float(now)
