@@ -25,7 +25,7 @@ from outrider.targets.gguf import GgufTarget  # noqa: E402
 from outrider.targets.llama.placement import Placement  # noqa: E402
 
 SEED = 5
-"""A model whose two best tokens are nowhere in the matrix closer than ik_llama.cpp's float16 attention rounds: equality is promised
+"""A model whose two best tokens are nowhere in the matrix closer than ik_llama.cpp's float16 values round: equality is promised
 but for ties. With seed 3 `min_tokens` ends at one in ik_llama.cpp; llama.cpp in float32 passes with that seed too."""
 FOLDER = Path(tempfile.mkdtemp(prefix="outrider-gguf-"))
 
@@ -62,7 +62,7 @@ def loaded(library: str, texts: tuple[str, ...], seed: int) -> Letters:
 def letters(library: str, texts: list[str], seed: int, eos: Any = (0,), context_length: int = 256) -> Letters:
     """A target of its own, on a model that is shared."""
     made = copy.copy(loaded(library, tuple(texts), seed))
-    made.tolerance = 3e-2 if library == "ik" else 1e-3  # of log-probabilities; ik_llama.cpp's attention works in float16
+    made.tolerance = 3e-2 if library == "ik" else 1e-3  # of log-probabilities; ik_llama.cpp's values are float16
     made.eos, made.context_length = frozenset(eos), context_length
     made.tokenizer = LetterTokenizer(texts, made.eos)
     return made

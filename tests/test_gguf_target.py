@@ -27,8 +27,8 @@ if not LIBRARIES:
 every_library = pytest.mark.parametrize("library", LIBRARIES)
 LENGTH = 44
 EXACT = {"ik": 5e-3, "llama.cpp": 1e-4}
-"""Rows computed one by one against rows computed together, on float32 files, logits up to 3. ik_llama.cpp's attention works in
-float16 (found: up to 3.4e-3); llama.cpp runs in float32 here."""
+"""Rows computed one by one against rows computed together, on float32 files, logits up to 3. ik_llama.cpp's cache holds
+values as float16 (found, with keys like that too: up to 3.4e-3); llama.cpp runs in float32 here."""
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_local_experts": 4, "norm_topk_prob": True}
 KINDS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def file(kind: str = "llama") -> str:
 
 
 def precise(library: str) -> dict[str, Any]:
-    """As exact as the library gets: ik_llama.cpp keeps keys and values in float16 at best."""
+    """As exact as the library gets: ik_llama.cpp keeps values in float16 at best."""
     return {} if library == "ik" else {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
 
 
