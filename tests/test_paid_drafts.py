@@ -108,3 +108,17 @@ def test_what_gave_nothing_is_tried_at_most_once_in_a_text() -> None:
     assert sum(r.budget.depth > 0 for r in rounds[-100:]) > 50
     (part,) = made._parts.values()
     assert part.fruitless < 3
+
+
+def test_what_was_saved_is_spent_in_the_first_half_of_a_text() -> None:
+    """A trial late in a text could be of use for the next one only, and at its beginning it would be of use for that one too."""
+    simulation = Simulation(constant(0.01), COST, COST(1), 3, 0.03)
+    made = calibrator(simulation)
+    tried = []
+    for _ in range(40):
+        text = Stub(simulation.drafter)
+        text.room = 40
+        _, rounds = simulation.run(made, 80, text)
+        tried.append([i for i, r in enumerate(rounds) if r.budget.depth])
+    late = [places for places in tried[5:] if places]
+    assert len(late) > 10 and max(map(max, late)) <= 40

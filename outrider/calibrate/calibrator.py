@@ -187,7 +187,8 @@ class Calibrator(Pace):
                 high = self._ahead(part, HIGH, stance.depths.harder, limit, plain, rate)
                 good = high.worth - plan.worth  # of another that is asked otherwise
                 hope = stance.depths.high * good * high.rounds(left) / rate
-                if stance.seen or part.may_be_tried(cost / plain, hope / plain, self._rounds):
+                is_early = track.tokens <= s.room  # later it would be of use for the next sequence only
+                if stance.seen or hope >= cost or (is_early and part.can_spend(cost / plain, self._rounds)):
                     good *= part.acceptance.changes / high.emitted
                     self._wait(stance, track.rounds, cost, good, plain, 1.0 if part.fruitless >= ENOUGH_PROBES else 0.25)
                     part.fruitless += 1

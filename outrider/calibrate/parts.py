@@ -70,12 +70,10 @@ class Part:
         self.cost.add(steps, seconds)
         self.is_free = self.cost(TYPICAL) < FREE * plain
 
-    def may_be_tried(self, cost: float, hope: float, now: int) -> bool:
-        """Whether a new sequence tries it: where that can be expected to pay, or from what was saved, of each round a `PROBES` part. cost and
-        hope: in plain rounds. now: rounds of the session so far.
+    def can_spend(self, cost: float, now: int) -> bool:
+        """Whether a first trial is paid for by what was saved, of each round a `PROBES` part; then that is spent. cost: in plain rounds.
+        now: rounds of the session so far.
         """
-        if hope >= cost:
-            return True
         saving = max(self._saving, now - SAVED) + cost / PROBES
         if saving > now:
             return False
@@ -141,16 +139,17 @@ class Track:
         self.rounds = 0
         self.plan = Plan()
         self._usual = usual
-        self._tokens = self._left = 1
+        self.tokens = self._left = 1
+        """Tokens that were emitted, and those of them that no free draft gave."""
 
     @property
     def share(self) -> float:
         """Of its tokens, those that are expected not to come of a free draft: so many are left to the drafters that cost."""
-        return min(self._left / self._tokens, self._usual)
+        return min(self._left / self.tokens, self._usual)
 
     def note(self, tokens: int) -> float:
         """The planned round emitted so many. Returns how many of them are no free draft's."""
         left = tokens if self.plan.chosen in (None, self.plan.paid) else 0
-        self._tokens += tokens
+        self.tokens += tokens
         self._left += left
         return left
