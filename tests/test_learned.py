@@ -44,6 +44,16 @@ def test_a_curve_is_as_it_is() -> None:
     assert 560 < made(1) < 800, "all of the machine became slower"
 
 
+def test_drafts_cost_as_much_for_each_step_until_more_is_known() -> None:
+    """A first draft of 3 levels does not make one of 15 look as cheap, nor one of 15 one of 3 as dear."""
+    for steps in (3, 15):
+        made = Curve(is_proportional=True)
+        made.add(steps, steps * 0.25)
+        assert [made(n) for n in (2, 3, 15)] == pytest.approx([0.5, 0.75, 3.75])
+    made.add(5, 2.0)
+    assert [made(n) for n in (5, 10, 15)] == pytest.approx([2.0, 2.875, 3.75])
+
+
 def test_a_new_sequence_is_believed_to_be_like_the_others() -> None:
     made, mood = Acceptance(), Mood()
     for _ in range(300):

@@ -47,6 +47,18 @@ def test_stopping_early_is_no_reason_to_stop_earlier(chances: tuple[float, float
     assert fmean(speeds) > 0.97
 
 
+def test_a_good_draft_is_no_reason_to_stop() -> None:
+    """Its own good drafts make a second dear, but what it is paid with in plain decoding is dearer: it goes on as long as it keeps."""
+    stopped = good = 0
+    for seed in range(8):
+        _, rounds = (simulation := careful(0.97, 0.6, 0.95, seed)).run(calibrator(simulation), 1500)
+        for before, here, after in zip(rounds, rounds[1:], rounds[2:]):
+            if before.proposed >= 3 and len(before.emitted) - 1 == before.proposed:
+                good += 1
+                stopped += here.budget.depth == after.budget.depth == 0
+    assert good > 400 and stopped < 0.01 * good
+
+
 def test_it_waits_as_long_as_reading_takes() -> None:
     """Whether a drafter that has a prompt to read will pay shows in that time; and a text that ends before it has paid is not worth it."""
     simulation = Simulation(constant(0.97), COST, STEP * COST(1), 3, 0.03)
@@ -70,7 +82,7 @@ def test_it_waits_as_long_as_reading_takes() -> None:
 def test_a_text_easier_than_others_is_drafted_for_further(usual: float, easy: float) -> None:
     """That no more than one or two guesses were worth it in all texts before it does not hold it back for long."""
     speeds = []
-    for seed in range(6):
+    for seed in range(12):
         simulation = Simulation(constant(usual, scored=True), COST, STEP * COST(1), seed, 0.03)
         simulation.drafter = Careful(simulation)
         made = calibrator(simulation)
@@ -81,7 +93,7 @@ def test_a_text_easier_than_others_is_drafted_for_further(usual: float, easy: fl
         seconds = [simulation.run(Fixed(length), 240)[0] / 2 for length in (1, 2, 3, 4, 6)]
         speeds.append(min(seconds) / spent)
     print([round(speed, 3) for speed in speeds])
-    assert fmean(speeds) > 0.85
+    assert fmean(speeds) > 0.82
 
 
 def test_what_free_drafts_give_is_not_hoped_for() -> None:
@@ -105,7 +117,7 @@ def test_what_gave_nothing_is_tried_at_most_once_in_a_text() -> None:
     assert max(tries[3:]) <= 1 < max(tries)
     simulation.text = constant(0.97)
     _, rounds = simulation.run(made, 3000)
-    assert sum(r.budget.depth > 0 for r in rounds[-100:]) > 50
+    assert sum(r.budget.depth > 0 for r in rounds[-100:]) > 30
     (part,) = made._parts.values()
     assert part.fruitless < 3
 

@@ -63,6 +63,9 @@ SOON, OFTEN = 8, 4
 """After `SOON` rounds, as long as costs of that size, of about so many sequences, were measured less often than that."""
 ENOUGH_PROBES = 3
 """After so many of a part in which nothing was found, by any sequence, a new sequence does not begin with short pauses either."""
+LITTLE = 1e-6
+"""Worth of a drafter whose own last drafts were better than the next promises to be, for each token that a plain round's time gives more.
+They make a second dear, but nothing better comes of plain decoding. In a batch all sequences have one price."""
 LEAST = 1e-9
 """Worth of what is verified to learn from it."""
 BAND = 1024
@@ -160,7 +163,7 @@ class Calibrator(Pace):
         """Whom to ask, and how far the one that costs may go."""
         plan = Plan()
         track.rounds += 1
-        most = min(self.most, s.room - 1)
+        most, base = min(self.most, s.room - 1), len(self._active)
         for i, (part, stance) in enumerate(zip(track.parts, track.stances)):
             limit = part.limit(most, len(s.tokens))
             part.acceptance.pass_by(stance.nodes, stance.depths)
@@ -178,11 +181,13 @@ class Calibrator(Pace):
             ahead = self._ahead(part, stance.depths.belief, stance.depths.harder, limit, plain, rate)
             left = min(s.room, AHEAD) * track.share  # it is to be of use for a while
             worth = ahead.worth - rate * feeding / ahead.rounds(left)
+            if ahead.worth <= 0 and track.last == i and base == 1:
+                worth = LITTLE * (ahead.rate * plain - 1)
             is_probe = False
             if worth > 0:
                 stance.pause = part.fruitless = 0
             elif track.rounds >= stance.resume and not plan.is_probe:
-                rows = max(self._pass(len(self._active) + round(ahead.depth * part.rows)) - plain, 0.0)  # on a noisy machine
+                rows = max(self._pass(base + round(ahead.depth * part.rows)) - plain, 0.0)  # on a noisy machine
                 cost = part.seconds(ahead.depth, plain) + rows + feeding
                 high = self._ahead(part, HIGH, stance.depths.harder, limit, plain, rate)
                 good = high.worth - plan.worth  # of another that is asked otherwise
@@ -199,7 +204,7 @@ class Calibrator(Pace):
                 stance.look = track.rounds + GLANCES
             if worth > plan.worth:
                 plan.is_probe = is_probe
-                plan.paid, plan.worth, plan.depth, plan.step = i, worth, ahead.depth, ahead.step
+                plan.paid, plan.worth, plan.depth, plan.step, plan.rate = i, worth, ahead.depth, ahead.step, ahead.rate
         return plan
 
     def _ahead(self, part: Part, belief: Pair, harder: float, limit: int, plain: float, rate: float) -> Ahead:
@@ -211,23 +216,27 @@ class Calibrator(Pace):
         line, drift = self._pass.line(base + round(limit * part.rows)), self._pass.drift
         steps = part.steps(limit, plain)
         spent = [step + drift * line[base + round(k * part.rows)] for k, step in enumerate(steps)]
-        best, depth, emitted = -1e9, 1, 1.0
-        tokens, seconds = 0.0, steps[0]
+        best, depth = -1e9, 1
+        tokens, seconds = [0.0], [steps[0]]
         # Gained in drafts that go on: how often they do follows from the price of a step, so it must not decide it.
         gained, path = [0.0], 1.0
         for k in range(1, limit + 1):
-            tokens += kept[k]
-            seconds += drafted[k] * (spent[k] - spent[k - 1])
+            tokens.append(tokens[-1] + kept[k])
+            seconds.append(seconds[-1] + drafted[k] * (spent[k] - spent[k - 1]))
             path *= min(kept[k] / kept[k - 1] * drafted[k - 1] / max(drafted[k], 1e-9), 1.0)
             gained.append(gained[-1] + path)
-            if tokens - rate * seconds > best:
-                best, depth, emitted = tokens - rate * seconds, k, 1 + tokens
+            if tokens[k] - rate * seconds[k] > best:
+                best, depth = tokens[k] - rate * seconds[k], k
+        if best <= 0 and base == 1:
+            reached = [(1 + tokens[k]) / (plain + seconds[k]) for k in range(1, limit + 1)]
+            rate = max(reached)
+            depth = 1 + reached.index(rate)
         further = [
             rate * (spent[k] - spent[1]) * gained[1] / (gained[k] - gained[1])
             for k in range(2, depth + 1)
             if gained[k] > gained[1]
         ]
-        return Ahead(best, depth, min(max(min(further, default=0.0), 0.0), 1.0), emitted)
+        return Ahead(best, depth, min(max(min(further, default=0.0), 0.0), 1.0), 1 + tokens[depth], rate)
 
     def _wait(self, stance: Stance, now: int, cost: float, good: float, plain: float, first: float = 0.25) -> None:
         """After a probe: double the pause, up to `PAUSE` rounds or as many as make the cost of all sequences' probes a `PROBES` part of
@@ -301,7 +310,7 @@ class Calibrator(Pace):
         self._learn_draft(part, asking, i, asks, steps, spent)
         if is_paid:
             self._expect(0.0, part.seconds(steps, self._plain) * len(asked))
-        return [self._offer(track, i, tree, rate) for track, tree in zip(asking, trees)]
+        return [self._offer(track, i, tree, track.plan.rate if is_paid else rate) for track, tree in zip(asking, trees)]
 
     def _learn_draft(self, part: Part, tracks: Many[Track], i: int, asks: Many[Ask], steps: int, spent: float) -> None:
         """What a draft took; of tokens that had to be caught up with, what each took besides."""

@@ -44,10 +44,13 @@ class Number:
 class Curve:
     """Seconds by a whole number from 0 on."""
 
-    def __init__(self, guess: float = 1.0, slope: float = GUESS):
-        """guess: at 0, in any unit, until something is measured. slope: what one more adds, as a share of the least known."""
+    def __init__(self, guess: float = 1.0, slope: float = GUESS, is_proportional: bool = False):
+        """guess: at 0, in any unit, until something is measured. slope: what one more adds, as a share of the least known.
+        is_proportional: as long as one number is known, others cost as much for each.
+        """
         self._guess = guess
         self._slope = slope
+        self._is_proportional = is_proportional
         self._numbers: dict[int, Number] = {}
         self._line: list[float] = []
         self._longest = 16
@@ -146,7 +149,7 @@ class Curve:
             return [self._guess * (1 + self._slope * n) for n in range(most + 1)]
         first, last = known[0], known[-1]
         values = [self._numbers[n].seconds for n in known]
-        slope = self._slope * values[0]
+        slope = values[0] / first if self._is_proportional and first else self._slope * values[0]
         if first != last:
             slope = max((values[-1] - values[0]) / (last - first), 0.0)
         drawn = [max(values[0] - slope * (first - n), 0.1 * values[0]) for n in range(first)]

@@ -24,13 +24,14 @@ class Offer(NamedTuple):
 
 class Ahead(NamedTuple):
     """What a drafter that pays for each level promises: the worth of its best depth, in tokens; how likely a draft must be for a further
-    step; and how many tokens such a round emits.
+    step; how many tokens such a round emits; and by how many tokens a second it is judged, if nothing is worth that by as many as it gives.
     """
 
     worth: float
     depth: int
     step: float
     emitted: float
+    rate: float
 
     def rounds(self, tokens: float) -> float:
         """That it takes for so many tokens."""

@@ -29,8 +29,6 @@ class Part:
         self.context_length = drafter.context_length
         self.most_depth = drafter.most_depth
         self.acceptance = Acceptance()
-        self.cost = Curve()
-        """Seconds of a draft by the steps that it took."""
         self.feeding = 0.0
         """Seconds for a token that it has missed."""
         self.rows = 2.0 if drafter.drafts_trees else 1.0
@@ -46,6 +44,8 @@ class Part:
         self._saving = float(now)
         """Since this round it has saved for first trials."""
         self._guess = getattr(drafter, "least", 0.0)
+        self.cost = Curve(is_proportional=self._guess > 0)
+        """Seconds of a draft by the steps that it took."""
         self.is_free = self._guess * TYPICAL < FREE
         """Whether a draft costs next to nothing, as far as is known: then it is asked before anything is decided."""
 
@@ -106,7 +106,7 @@ class Stance:
 @dataclass(slots=True)
 class Plan:
     """One sequence's round. free: parts to ask at once; paid: one to ask if that is worth more, to this depth, perhaps as a probe;
-    step: its price.
+    step: its price; rate: tokens a second by which its draft is judged.
 
     chosen, tree: whose draft is verified, and what of it. chances: of its levels before it was cut; allowed: levels it might have had.
     """
@@ -117,6 +117,7 @@ class Plan:
     worth: float = 0.0
     depth: int = 0
     step: float = 0.0
+    rate: float = 0.0
     chosen: int | None = None
     tree: DraftTree | None = None
     chances: list[float] = field(default_factory=list)
@@ -141,6 +142,8 @@ class Track:
         self._usual = usual
         self.tokens = self._left = 1
         """Tokens that were emitted, and those of them that no free draft gave."""
+        self.last: int | None = None
+        """Whose draft was verified last."""
 
     @property
     def share(self) -> float:
@@ -152,4 +155,5 @@ class Track:
         left = tokens if self.plan.chosen in (None, self.plan.paid) else 0
         self.tokens += tokens
         self._left += left
+        self.last = self.last if self.plan.chosen is None else self.plan.chosen
         return left
