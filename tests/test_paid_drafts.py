@@ -134,3 +134,19 @@ def test_what_was_saved_is_spent_in_the_first_half_of_a_text() -> None:
         tried.append([i for i, r in enumerate(rounds) if r.budget.depth])
     late = [places for places in tried[5:] if places]
     assert len(late) > 10 and max(map(max, late)) <= 40
+
+
+def test_a_drafter_that_never_has_a_guess_is_soon_left_alone() -> None:
+    """It takes a step to have none. And what would have to read all that it has missed is not tried again late in a text."""
+    simulation = Simulation(constant(0.01, scored=True), COST, STEP * COST(1), 3, 0.03)
+    simulation.drafter = drafter = Careful(simulation)
+    drafter.feed = COST(1) / 40
+    made = calibrator(simulation)
+    tried = []
+    for _ in range(12):
+        text = Stub(drafter, 60)
+        text.room = 100
+        _, rounds = simulation.run(made, 240, text)
+        tried.append([i for i, r in enumerate(rounds) if r.budget.depth])
+    assert 1 < len(tried[0]) < 25 and all(len(places) <= 2 for places in tried[2:])
+    assert max(max(places, default=0) for places in tried[2:]) <= 100

@@ -193,7 +193,8 @@ class Calibrator(Pace):
                 good = high.worth - plan.worth  # of another that is asked otherwise
                 hope = stance.depths.high * good * high.rounds(left) / rate
                 is_early = track.tokens <= s.room  # later it would be of use for the next sequence only
-                if stance.seen or hope >= cost or (is_early and part.can_spend(cost / plain, self._rounds)):
+                knows = stance.seen and not feeding
+                if knows or hope >= cost or (is_early and part.can_spend(cost / plain, self._rounds)):
                     good *= part.acceptance.changes / high.emitted
                     self._wait(stance, track.rounds, cost, good, plain, 1.0 if part.fruitless >= ENOUGH_PROBES else 0.25)
                     part.fruitless += 1
@@ -215,6 +216,7 @@ class Calibrator(Pace):
         limit, base = len(kept) - 1, len(self._active)
         line, drift = self._pass.line(base + round(limit * part.rows)), self._pass.drift
         steps = part.steps(limit, plain)
+        steps[0] = steps[1]  # it takes a step to have no guess
         spent = [step + drift * line[base + round(k * part.rows)] for k, step in enumerate(steps)]
         best, depth = -1e9, 1
         tokens, seconds = [0.0], [steps[0]]
