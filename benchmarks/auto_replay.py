@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--parts", default="suffix")
     parser.add_argument("--deciding", type=float, default=0.12, help="milliseconds that a round of auto takes to decide")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--times", type=int, default=1, help="how often auto sees the texts; the last time counts")
     parser.add_argument("--name", required=True)
     arguments = parser.parse_args()
     rows = {int(n): float(ms) for n, ms in (part.split(":") for part in arguments.rows.split(","))}
@@ -236,8 +237,10 @@ def decoded(arguments: argparse.Namespace, texts: list[Text], rows: dict[int, fl
     for seed in range(arguments.seeds):
         replay = Replay(texts, rows, arguments.step, arguments.feed, vocabulary, seed)
         drafter, pace = replay.calibrator(arguments.parts.split(","))
-        order = random.Random(seed).sample(texts, len(texts))
-        yield "auto", [(text, replay.decode(text, drafter, pace)) for text in order]
+        shuffled = random.Random(seed)
+        for _ in range(arguments.times):
+            results = [(text, replay.decode(text, drafter, pace)) for text in shuffled.sample(texts, len(texts))]
+        yield "auto", results
 
 
 def report(arguments: argparse.Namespace, totals: Any, rows: dict[int, float]) -> None:
