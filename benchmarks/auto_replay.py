@@ -56,10 +56,12 @@ class Text:
     """Tokens that the draft model has read."""
 
     def start(self, drafter: Drafter, vocabulary: int) -> Text:
-        self.drafter, self.tokens, self.rounds, self.seen = drafter, list(self.prompt), 0, 0
-        self.sampler = Sampler(SamplingParams(max_tokens=len(self.answer)), self.prompt, vocabulary)
-        self.state = drafter.open(self.sampler)
-        return self
+        """A sequence of its own, of which nothing is known yet."""
+        new: Any = replace(self, drafter=drafter, tokens=list(self.prompt), seen=0)
+        new.rounds = 0
+        new.sampler = Sampler(SamplingParams(max_tokens=len(self.answer)), self.prompt, vocabulary)
+        new.state = drafter.open(new.sampler)
+        return new
 
     @property
     def room(self) -> int:
@@ -158,7 +160,8 @@ class Replay:
     def decode(self, text: Text, drafter: Drafter, pace: Pace, noise: float = NOISE) -> dict[str, Any]:
         """Milliseconds for one text, and its rounds as (drafter, drafted, kept)."""
         s: Any = text.start(drafter, self.vocabulary)
-        self.by_tokens[id(s.tokens)] = text
+        self.by_tokens.clear()
+        self.by_tokens[id(s.tokens)] = s
         began, rounds = self.now, []
         while s.room > 0:
             (budget,) = pace.budgets([s])
@@ -169,8 +172,8 @@ class Replay:
             proposed = self.now - started
             seconds = self.cost(len(tree))
             self.now += seconds
-            path = text.kept(tree)
-            new = text.answer[text.place : text.place + len(path)]
+            path = s.kept(tree)
+            new = s.answer[s.place : s.place + len(path)]
             measured = seconds * max(1 + self.random.gauss(0, noise), 0.5)
             pace.learn(
                 [round_of(s, tree, budget, path, new, Times(propose=round(proposed * 1e6), forward=round(measured * 1e6)))]
@@ -179,7 +182,7 @@ class Replay:
             s.sampler.commit(new)
             s.rounds += 1
             rounds.append((tree.drafter or drafter.name, len(tree) - 1, len(path) - 1))
-        return {"ms": self.now - began, "tokens": len(text.answer), "rounds": rounds}
+        return {"ms": self.now - began, "tokens": len(s.answer), "rounds": rounds}
 
     def calibrator(self, names: list[str]) -> tuple[Drafter, Calibrator]:
         """`auto`, after the passes that it times at the start."""
