@@ -8,7 +8,9 @@ The texts are fixed, the drafter is `suffix`, a round takes what its rows cost; 
 from __future__ import annotations
 
 import argparse
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from auto_replay import Replay, Text
 from common import save
@@ -34,7 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer")
     parser.add_argument("--rows", required=True)
-    parser.add_argument("--plot")
+    parser.add_argument("--plot", help="of the first run")
+    parser.add_argument("--seeds", type=int, default=12, help="runs, each with other noise of the clock")
     parser.add_argument("--name", default="auto-change")
     arguments = parser.parse_args()
     rows = {int(n): float(ms) for n, ms in (part.split(":") for part in arguments.rows.split(","))}
@@ -42,27 +45,43 @@ def main() -> None:
     prose, passage, more = (tokenizer.encode(text, add_special_tokens=False) for text in (PROSE[0], PASSAGE, PROSE[1]))
     answer = [*prose, *passage, *more]
     text = Text("change", passage, answer, [False] * len(answer), [0.0] * len(answer))
-    replay = Replay([text], rows, 0.0, 0.0, len(tokenizer))
+    runs = [
+        one_run(text, rows, len(tokenizer), (len(prose), len(prose) + len(passage)), seed) for seed in range(arguments.seeds)
+    ]
+    for name in ("first_draft", "full_draft", "quiet"):
+        print(f"{name}: after {min(run[name] for run in runs)} to {max(run[name] for run in runs)} rounds")
+    save(
+        arguments.name,
+        {
+            "rows_ms": rows,
+            "runs": [{k: v for k, v in run.items() if k != "rounds"} for run in runs],
+            "rounds": runs[0]["rounds"],
+        },
+    )
+    if arguments.plot:
+        plot(runs[0]["rounds"], runs[0]["edges"], arguments.plot)
+
+
+def one_run(text: Text, rows: dict[int, float], vocabulary: int, ends: tuple[int, int], seed: int) -> dict[str, Any]:
+    """ends: tokens after which copying begins and ends. edges: the rounds in which it does; first_draft, full_draft: rounds of copying before
+    one that drafts anything, and as much as is kept there typically; quiet: rounds of the prose after it before next to nothing is drafted.
+    """
+    replay = Replay([text], rows, 0.0, 0.0, vocabulary, seed)
     drafter, pace = replay.calibrator(["suffix"])
     found = replay.decode(text, drafter, pace)["rounds"]
-    starts, at = [], 0
-    for _, _, kept in found:
-        starts.append(at)
-        at += kept + 1
-    edges = [next(i for i, start in enumerate(starts) if start >= length) for length in (len(prose), len(prose) + len(passage))]
+    starts = [0, *accumulate(kept + 1 for _, _, kept in found)]
+    edges = [next(i for i, start in enumerate(starts) if start >= end) for end in ends]
     copying = found[edges[0] : edges[1]]
     kept = sorted(k for _, _, k in copying if k)
     typical = kept[len(kept) // 2]
-    first = next(i for i, (_, drafted, _) in enumerate(copying) if drafted >= typical)
     after = found[edges[1] : edges[1] + 30]
-    quiet = next(i for i in range(len(after)) if sum(d for _, d, _ in after[i : i + 5]) <= 5)
-    print(f"copying begins in round {edges[0]}; it drafts {typical} nodes or more from its round {first} on")
-    print(f"copying ends in round {edges[1]}; next to nothing is drafted from round {quiet} after it on")
-    save(
-        arguments.name, {"rows_ms": rows, "edges": edges, "rounds_to_copying": first, "rounds_to_prose": quiet, "rounds": found}
-    )
-    if arguments.plot:
-        plot(found, edges, arguments.plot)
+    return {
+        "edges": edges,
+        "first_draft": next(i for i, (_, drafted, _) in enumerate(copying) if drafted),
+        "full_draft": next(i for i, (_, drafted, _) in enumerate(copying) if drafted >= typical),
+        "quiet": next(i for i in range(len(after)) if sum(d for _, d, _ in after[i : i + 5]) <= 5),
+        "rounds": found,
+    }
 
 
 def plot(found: list[tuple[str, int, int]], edges: list[int], path: str) -> None:

@@ -52,13 +52,13 @@ class Text:
     scores: list[float]
     drafter: Drafter | None = None
     tokens: list[int] = field(default_factory=list)
+    rounds: int = 0
     seen: int = 0
     """Tokens that the draft model has read."""
 
     def start(self, drafter: Drafter, vocabulary: int) -> Text:
         """A sequence of its own, of which nothing is known yet."""
-        new: Any = replace(self, drafter=drafter, tokens=list(self.prompt), seen=0)
-        new.rounds = 0
+        new: Any = replace(self, drafter=drafter, tokens=list(self.prompt))
         new.sampler = Sampler(SamplingParams(max_tokens=len(self.answer)), self.prompt, vocabulary)
         new.state = drafter.open(new.sampler)
         return new
